@@ -1,0 +1,328 @@
+"""KnapSpec (arXiv 2602.20217): which sublayers to skip in a draft, chosen by a knapsack over measured latencies.
+
+Read it from top to bottom: tokens per time says what a choice of sublayers and γ is worth (METHOD section 3), the
+knapsack finds choices worth pricing (section 4), and the planner decides, and corrects itself by what it sees
+(section 6). decoding.py holds the loop that drafts and verifies; run this file to decode from the command line.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from decoding import (
+    FixedPlanner,
+    Generation,
+    Plan,
+    Planner,
+    Session,
+    generate,
+    sampling_probs,
+)
+from model import Context, grouped_attention
+
+__all__ = ["FixedPlanner", "Generation", "KnapSpec", "Plan", "Planner", "Session", "generate", "knapsack", "tokens_per_time"]
+
+# --- 1. Tokens per time ----------------------------------------------------------------------------------------------
+
+
+def expected_tokens(alpha, gamma):
+    """Mean tokens of a round: 1 + α + … + α^γ, the correction or bonus token included. Source: Leviathan et al. 2023."""
+    return sum(alpha**i for i in range(gamma + 1))
+
+
+def tokens_per_time(alpha, draft_s, verify_s):
+    """TPT in tokens per second of C choices at every γ from 0 (plain decoding) to γmax: (C, γmax + 1) float64.
+
+    alpha and draft_s, the seconds of one draft token, are (C,); verify_s[γ] are the seconds of verifying γ + 1 tokens.
+    Source: KnapSpec's TPT. Differs: every γ has its own price of verification, and γ = 0 stands among them.
+    """
+    alpha, draft_s, verify_s = (torch.as_tensor(t, dtype=torch.float64) for t in (alpha, draft_s, verify_s))
+    gamma = torch.arange(verify_s.size(0), dtype=torch.float64)
+    return (alpha[:, None] ** gamma).cumsum(-1) / (gamma * draft_s[:, None] + verify_s)
+
+
+# --- 2. The knapsack -------------------------------------------------------------------------------------------------
+
+
+class Branches(Context):
+    """B drafts of the last W verified tokens side by side: rows (B * W, H), row b * W + w at the w-th position.
+
+    Each row attends to the target's keys of all earlier tokens, shared by all branches and read in place, and to
+    its own key. Nothing is written to the cache. With own_window a row sees its own branch's keys of the window
+    in place of the target's.
+    """
+
+    def __init__(self, cache, B, W, own_window=False):
+        n = cache.length
+        self.cache = cache
+        self.cos, self.sin = cache.cos[n - W : n].repeat(B, 1, 1), cache.sin[n - W : n].repeat(B, 1, 1)
+        verified = torch.ones(W, n, dtype=torch.bool).tril(-1 if own_window and n == W else n - W - 1)
+        own = torch.eye(W, dtype=torch.bool)
+        if own_window:
+            verified[:, n - W :] = False
+            own = own.logical_or(torch.ones_like(own).tril())
+        seen = torch.cat((verified.repeat(B, 1), torch.block_diag(*[own] * B)), 1)  # (B*W, n + B*W)
+        self.mask = cache.keys.new_zeros(seen.shape).masked_fill_(~seen.to(cache.keys.device), float("-inf"))
+
+    def attend(self, layer, q, k, v):
+        cache, n = self.cache, self.cache.length
+        keys = torch.cat((cache.keys[layer, :, :n], k.transpose(0, 1)), 1)[None]  # (1, n_kv_head, n + B*W, D)
+        values = torch.cat((cache.values[layer, :, :n], v.transpose(0, 1)), 1)[None]
+        return grouped_attention(q, keys, values, self.mask)
+
+
+def distance(x, target):
+    """‖u − v‖ of the directions of x and target (…, H), in float32: √(2 (1 − cosine)). The cosine comes along."""
+    cosine = torch.cosine_similarity(x.float(), target.float(), dim=-1)
+    return (2 * (1 - cosine)).clamp(min=0).sqrt(), cosine
+
+
+@dataclass
+class Branch:
+    """One survivor for each weight saved: how it got there, and its block in the batched states."""
+
+    weight: int
+    saved_s: float
+    path: tuple | None  # (skipped item's sublayers, the path before it)
+    block: int  # which of the stacked states, kept ones first
+
+
+@torch.inference_mode()
+def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, gain=None, max_branches=None,
+             own_window=False):  # fmt: skip
+    """Skip sets that stay close to the target, one for each amount of time saved.
+
+    states: x_0 … x_2L of the last W verified tokens, each (W, H); cache.length counts them in. costs: seconds of
+    each sublayer, 2L. budget: largest share of the sublayers' time to save. items: tuples of sublayers that are kept
+    or skipped together. Ours: gain(distances, saved_s), what such drafts would give over plain decoding; with it
+    branches are dropped that cannot exceed 1 any more, and of the rest at most max_branches are kept, by where they
+    are heading. Returns [(skip_set, saved_s, final states (W, H))], by time saved. Source: KnapSpec's dynamic program.
+    """
+    W, H = states[0].shape
+    items = items or [(b,) for b in range(len(costs))]
+    # 1. Latencies to integer weights in units of the cheapest item; the exact time is carried along.
+    item_costs = [sum(costs[b] for b in item) for item in items]
+    unit = max(min(item_costs), 1e-12)
+    capacity = budget * sum(item_costs)
+    skippable = [item[0] >= 2 and item[-1] < len(costs) - 2 for item in items]  # never the first and the last layer
+    total_s = ahead_s = sum(cost for cost, can_skip in zip(item_costs, skippable) if can_skip)
+    branches, x, contexts = [Branch(0, 0.0, None, 0)], states[0][None], {}  # x: (B, W, H)
+    for item, cost, can_skip in zip(items, item_costs, skippable):
+        B = len(branches)
+        if B not in contexts:
+            contexts[B] = Branches(cache, B, W, own_window)
+        # 2. Keep: the item on all branches in one batched call. Skip: the states as they are, more time saved.
+        kept = x.reshape(B * W, H)
+        for b in item:
+            kept = model.sublayers[b](kept, contexts[B])
+        kept = kept.view(B, W, H)
+        proposals = [Branch(p.weight, p.saved_s, p.path, i) for i, p in enumerate(branches)]
+        if can_skip:
+            ahead_s -= cost
+            weight = max(1, round(cost / unit))
+            proposals += [Branch(p.weight + weight, p.saved_s + cost, (item, p.path), B + i)
+                          for i, p in enumerate(branches) if p.saved_s + cost <= capacity]  # fmt: skip
+            kept = torch.cat((kept, x))
+        # 3. Drop what fell under τ; keep the closest branch for each weight.
+        far, cosines = (t.mean(-1) for t in distance(kept, states[item[-1] + 1]))
+        cosine, best = cosines.tolist(), {}
+        for p in proposals:
+            if cosine[p.block] >= tau and (p.weight not in best or cosine[p.block] > cosine[best[p.weight].block]):
+                best[p.weight] = p
+        branches = [best[weight] for weight in sorted(best)]
+        if gain and branches:
+            branches = prune(branches, far, gain, capacity, ahead_s, total_s, max_branches)
+        if not branches:
+            return []
+        x = kept[[p.block for p in branches]]
+    # 4. Trace back: one skip set for each weight.
+    return [(trace(p.path), p.saved_s, x[i]) for i, p in enumerate(branches)]
+
+
+def trace(path):
+    skip_set = set()
+    while path:
+        item, path = path
+        skip_set.update(item)
+    return frozenset(skip_set)
+
+
+def prune(branches, far, gain, capacity, ahead_s, total_s, max_branches):
+    """The branches that can still win, and of those the max_branches whose course promises most, by time saved.
+
+    A branch at its best skips all that is ahead at no further distance. Its course: time saved grows with the time
+    of the items passed, and so does the squared distance.
+    """
+    far = far[[p.block for p in branches]].double().cpu()
+    saved_s = torch.tensor([p.saved_s for p in branches], dtype=torch.float64)
+    hope = gain(far, (saved_s + ahead_s).clamp(max=capacity))
+    stretch = total_s / max(total_s - ahead_s, 1e-12)
+    course = gain(far * stretch**0.5, (saved_s * stretch).clamp(max=capacity))
+    course[hope <= 1] = -math.inf
+    chosen = course.argsort(descending=True, stable=True)[:max_branches].sort().values
+    return [branches[i] for i in chosen.tolist() if course[i] > -math.inf]
+
+
+# --- 3. The planner --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Candidate:
+    """A skip set that the knapsack found, and what has been seen of it since."""
+
+    skip_set: frozenset
+    saved_s: float  # per draft token, where it was found
+    far: float  # mean distance of its final states from the target's
+    rejected: float  # mean chance of a rejection in the window: where draft and target sample differently
+    accepted: float = 0.0  # of its drafts that were tried: those before a rejection, and the rejected one
+    tried: float = 0.0
+
+
+class KnapSpec(Planner):
+    """The knapsack at intervals, tokens per time every round.
+
+    latency: a profile.LatencyModel. gamma_max, window (W), interval (tokens between plannings), tau and budget are
+    the method's; stop is "fixed", "confidence" (ends a draft under `threshold`) or "renewal" (METHOD section 5).
+    Ours, and how to turn it off: price "full" ("paper": no head, verification costs one step); alphas "pooled"
+    ("share": each candidate's own share of the window); share, the largest part of the time to spend on planning
+    (1.0); max_branches (None: all that can win); layers False (True: whole layers are kept or skipped).
+    """
+
+    def __init__(self, latency, *, gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5, stop="renewal",
+                 threshold=0.7, price="full", alphas="pooled", share=0.05, max_branches=8, layers=False):  # fmt: skip
+        self.latency, self.gamma_max, self.window, self.interval = latency, gamma_max, window, interval
+        self.tau, self.budget, self.stop, self.threshold = tau, budget, stop, threshold
+        self.price, self.alphas, self.share, self.max_branches, self.layers = price, alphas, share, max_branches, layers
+        self.speed, self.draft_factor = 1.0, 1.0  # measured / profiled: of verification, and of drafts relative to it
+        # 1 − α grows in proportion to the distance (METHOD section 7): rejections per unit of distance, as if
+        # `exposure` units had been seen already.
+        self.rejections, self.exposure = 1.4, 2.0
+        # Which drafts are rejected grows in proportion to their 1 − confidence, summed here over those tried.
+        self.missed, self.unsure = 0.0, 0.0
+
+    # What things cost now: the profile, corrected by what this run really took.
+
+    def draft_s(self, n, skip_set, n_layer):
+        if self.price == "paper":
+            return self.latency.draft(skip_set, n, n_layer) - self.latency.head()
+        return self.latency.draft(skip_set, n, n_layer) * self.speed * self.draft_factor
+
+    def verify_s(self, n, n_layer):
+        """Seconds of verifying γ + 1 tokens, for each γ from 0 to gamma_max."""
+        if self.price == "paper":
+            return [self.draft_s(n, frozenset(), n_layer)] * (self.gamma_max + 1)
+        return [self.latency.verify(n, k) * self.speed for k in range(1, self.gamma_max + 2)]
+
+    def plan(self, session):
+        if session.generation.rounds == 0:  # another text: prices and slopes stay, plans do not
+            self.candidates, self.current, self.chosen = [], Plan(), None
+            self.next_position, self.wait, self.planned_s = 0, self.interval, 0.0
+        if self.gamma_max > 0 and session.cache.length >= self.next_position and self._affordable(session):
+            self._replan(session)
+        elif self.current.gamma > 0:  # plain decoding brings no news of the candidates
+            self._choose(session)
+        return self.current
+
+    def _affordable(self, session):
+        """Would all planning so far and one more stay under `share` of the generation's time, both as profiled?
+
+        A planning costs about what verifying as many tokens as it has rows would.
+        """
+        n = session.cache.length
+        next_s = self.latency.verify(n, self.window * (self.max_branches or 32))
+        if self.planned_s + next_s > self.share * session.max_new_tokens * self.latency.verify(n, 1):
+            return False
+        self.planned_s += next_s
+        return True
+
+    def _replan(self, session):
+        """The knapsack on the latest window; known candidates keep half the weight of what was seen of them."""
+        n, L = session.cache.length, session.model.config.n_layer
+        states, target_probs = session.window(self.window)
+        costs = [self.latency.sublayer(item, n) for item in range(2 * L)]
+        full_s, verify_s = self.draft_s(n, frozenset(), L), self.verify_s(n, L)
+
+        def gain(far, saved_s):  # of the best γ ≥ 1 over plain decoding
+            rates = tokens_per_time(self._alpha(far), full_s - saved_s * self.speed * self.draft_factor, verify_s)
+            return rates[:, 1:].max(-1).values * verify_s[0]
+
+        found = knapsack(session.model, session.cache, states, costs, budget=self.budget, tau=self.tau,
+                         items=[(2 * i, 2 * i + 1) for i in range(L)] if self.layers else None,
+                         gain=gain if self.max_branches else None, max_branches=self.max_branches)  # fmt: skip
+        known, self.candidates = {c.skip_set: c for c in self.candidates}, []
+        # 5. α: how often the draft samples what the target does; at temperature 0 the share of equal argmaxes.
+        found = [f for f in found if f[0]]
+        if found:
+            x = torch.stack([x for *_, x in found])  # (C, W, H)
+            probs = sampling_probs(session.model.logits(x.flatten(0, 1)), session.temperature, session.top_p)
+            same = torch.minimum(probs.view(*x.shape[:2], -1), target_probs).sum(-1)  # (C, W)
+            rejected, far = (1 - same).mean(-1).tolist(), distance(x, states[-1])[0].mean(-1).tolist()
+            for i, (skip_set, saved_s, _) in enumerate(found):
+                seen = known.get(skip_set, Candidate(skip_set, 0.0, 0.0, 0.0))
+                self.candidates.append(Candidate(skip_set, saved_s, far[i], rejected[i], seen.accepted / 2, seen.tried / 2))
+            self.rejections, self.exposure = self.rejections + sum(rejected), self.exposure + sum(far)
+        before = self.current
+        self._choose(session)
+        same = self.current.gamma == 0 == before.gamma or self.current.skip_set == before.skip_set
+        self.wait = 2 * self.wait if same else self.interval
+        self.next_position = n + self.wait
+
+    def _alpha(self, far):
+        return 1 - (self.rejections / self.exposure * far).clamp(max=1)
+
+    def _choose(self, session):
+        """6. The (skip set, γ) with the most tokens per time, plain decoding included."""
+        n, L = session.cache.length, session.model.config.n_layer
+        verify_s = self.verify_s(n, L)
+        self.current, self.chosen = Plan(tokens_per_second=1 / verify_s[0]), None
+        if not self.candidates:
+            return
+        prior = torch.tensor([1 - c.rejected for c in self.candidates])
+        if self.alphas == "pooled":
+            prior = self._alpha(torch.tensor([c.far for c in self.candidates]))
+        tried = torch.tensor([c.tried for c in self.candidates])
+        accepted = torch.tensor([c.accepted for c in self.candidates])
+        alpha = (self.window * prior + accepted) / (self.window + tried)  # a Beta posterior, its prior worth W tokens
+        rates = tokens_per_time(alpha, [self.draft_s(n, c.skip_set, L) for c in self.candidates], verify_s)
+        choice, gamma = divmod(int(rates.argmax()), rates.size(1))
+        if gamma > 0:
+            self.chosen = self.candidates[choice]
+            self.current = Plan(self.chosen.skip_set, gamma, alpha[choice].item(), rates[choice, gamma].item())
+
+    def keep_drafting(self, session, plan, confidences):
+        if self.stop == "fixed":
+            return True
+        if self.stop == "confidence":
+            return confidences[-1] >= self.threshold
+        # One more token pays if the chance that it is accepted, and all before it, exceeds its price in tokens.
+        n, L, k = session.cache.length, session.model.config.n_layer, len(confidences)
+        risk = (self.window * (1 - plan.alpha) + self.missed) / (self.window * 0.35 + self.unsure)
+        chance = math.prod(max(1 - risk * (1 - c), 0) for c in confidences) * plan.alpha
+        verify_s = self.verify_s(n, L)
+        price_s = self.draft_s(n, plan.skip_set, L) + verify_s[min(k + 1, self.gamma_max)] - verify_s[k]
+        return chance > plan.tokens_per_second * price_s
+
+    def observe(self, session, round):
+        """Counts what was accepted, and corrects the profile by what the round took."""
+        tried = min(round.accepted + 1, round.drafted)
+        if self.chosen is not None:
+            self.chosen.accepted += round.accepted
+            self.chosen.tried += tried
+            self.rejections += tried - round.accepted
+            self.exposure += tried * self.chosen.far
+        self.missed += tried - round.accepted
+        self.unsure += sum(1 - c for c in round.confidences[:tried])
+        if session.temperature > 0:  # plans must not depend on the clock: the same seed gives the same text
+            return
+        n, L = round.position, session.model.config.n_layer
+        self.speed += 0.1 * (round.verify_s / self.latency.verify(n, round.drafted + 1) - self.speed)
+        if round.drafted:
+            profiled_s = round.drafted * self.latency.draft(round.plan.skip_set, n, L)
+            self.draft_factor += 0.1 * (round.draft_s / profiled_s / self.speed - self.draft_factor)
+
+
+if __name__ == "__main__":
+    from cli import main
+
+    raise SystemExit(main())
