@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub import errors as hub_errors
-from huggingface_hub import hf_hub_download
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
@@ -34,8 +34,8 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
     The configuration is judged before weights are fetched, and their headers before they are read.
     """
     device, dtype = _device_and_dtype(device, dtype)
-    fetch = _fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path)
-    raw = _read_json(fetch("config.json"))
+    fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path)
+    raw = read_json(fetch("config.json"))
     config = read_config(raw)
     tokenizer = _read_tokenizer(fetch, raw, config.vocab_size)
     with torch.device("meta"), _WithoutInit():  # shapes only: nothing is allocated
@@ -58,7 +58,7 @@ def _read_tokenizer(fetch, raw, vocab_size):
         vocab_size=vocab_size,
         config=raw,
         template=template and template.read_text("utf-8"),
-        **{role: _read_json(path) if path else {} for role, path in paths.items()},
+        **{role: read_json(path) if path else {} for role, path in paths.items()},
     )
 
 
@@ -119,8 +119,11 @@ def default_model_folder(*, progress=True):
     return folder
 
 
-def _fetcher(name_or_path):
-    """Returns fetch(file name, required=True) -> its local Path; None for a file that is neither there nor required."""
+def fetcher(name_or_path):
+    """Returns fetch(file name, required=True) -> its local Path; None for a file that is neither there nor required.
+
+    Both raise ValueError, with the remedy: for a name that is no folder and no Hub id, for a required file that is missing.
+    """
     name = os.fspath(name_or_path)
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -160,6 +163,8 @@ def _remedy(file, present=()):
 def _hub_file(repo, file, required):
     """One file by way of huggingface_hub: its cache, token, offline mode and progress bars."""
     try:
+        if not required and try_to_load_from_cache(repo, file) is _CACHED_NO_EXIST:
+            return None  # as this very revision is known to lack it; without network, asking would take half a minute
         return Path(hf_hub_download(repo, file))
     except hub_errors.GatedRepoError:
         reason = f"access to {repo} is gated: ask for it at https://huggingface.co/{repo}, then run hf auth login"
@@ -180,7 +185,8 @@ def _hub_file(repo, file, required):
     return None
 
 
-def _read_json(path):
+def read_json(path):
+    """The object that a JSON file holds, as a dict. Raises ValueError for anything else."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -354,8 +360,11 @@ def _boolean(raw, key):
 
 # ---------------------------------------------------------------- weights
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-_CHUNK_BYTES = 2**21  # read and converted at once: what loading holds besides the model
+# What safetensors calls the types that are read.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+# Read and converted at once. It fits the processor's cache, and torch does so little work on one thread, which beats
+# waiting for a second one.
+_CHUNK_BYTES = 2**16
 
 
 def find_tensors(fetch, shapes, tied):
@@ -387,8 +396,8 @@ def find_tensors(fetch, shapes, tied):
     _compare_names(found, shapes, tied, index or single)
     for name, shape in shapes.items():
         path, dtype, found_shape, _ = found[name]
-        if dtype not in _DTYPES:
-            readable = ", ".join(_DTYPES)
+        if dtype not in DTYPES:
+            readable = ", ".join(DTYPES)
             raise ValueError(f"{path}: {name} is {dtype}, but only {readable} are read: pass an unquantised model")
         if found_shape != shape:
             clash = f"{name} is {list(found_shape)}, but config.json asks for {list(shape)}"
@@ -398,7 +407,7 @@ def find_tensors(fetch, shapes, tied):
 
 
 def _read_weight_map(index):
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if type(weight_map) is not dict:
         raise ValueError(f"{index} has no weight_map: download it again")
     for name, file in weight_map.items():
@@ -444,7 +453,7 @@ def _end_of_tensors(spans):
     position = 0
     for name, (dtype, shape, start, end) in sorted(spans.items(), key=lambda item: item[1][2:]):
         whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
-        fits = dtype not in _DTYPES or end - start == math.prod(shape) * _DTYPES[dtype].itemsize
+        fits = dtype not in DTYPES or end - start == math.prod(shape) * DTYPES[dtype].itemsize
         if not whole or not fits or start != position or end < start:
             raise ValueError(f"{name} is {dtype} {list(shape)} at {start} to {end}")
         position = end
@@ -462,7 +471,7 @@ def read_tensors(tensors, device, dtype, progress=True):
 
     Files are read, not mapped: mapped pages would count as this process's memory for as long as the mapping lives.
     """
-    sizes = {name: math.prod(shape) * _DTYPES[kind].itemsize for name, (_, kind, shape, _) in tensors.items()}
+    sizes = {name: math.prod(shape) * DTYPES[kind].itemsize for name, (_, kind, shape, _) in tensors.items()}
     buffer, untrimmed = torch.empty(_CHUNK_BYTES, dtype=torch.uint8), 0
     with contextlib.ExitStack() as stack:
         total = sum(sizes.values())
@@ -473,17 +482,17 @@ def read_tensors(tensors, device, dtype, progress=True):
         for name, (path, kind, shape, offset) in tensors.items():
             tensor = torch.empty(shape, dtype=dtype, device=device)
             files[path].seek(offset)
-            for part in tensor.view(-1).split(_CHUNK_BYTES // _DTYPES[kind].itemsize):
-                raw = buffer[: part.numel() * _DTYPES[kind].itemsize]
+            for part in tensor.view(-1).split(_CHUNK_BYTES // DTYPES[kind].itemsize):
+                raw = buffer[: part.numel() * DTYPES[kind].itemsize]
                 if files[path].readinto(raw.numpy()) != raw.numel():
                     raise ValueError(f"{path} ended while it was read: download it again")
-                part.copy_(raw.view(_DTYPES[kind]))
+                part.copy_(raw.view(DTYPES[kind]))
                 bar.update(raw.numel())
             del part
             yield name, tensor
             del tensor
             untrimmed += sizes[name]
-            if untrimmed > 2**25:
+            if untrimmed > 2**23:
                 _return_freed_memory()
                 untrimmed = 0
     _return_freed_memory()

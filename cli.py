@@ -93,6 +93,13 @@ def item_list(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of items such as 20,21,24") from None
 
 
+def choice_list(text):
+    names = text.split(",")
+    if not {"full", "skip"} <= set(names) <= {"full", "int8", "window", "skip"}:
+        raise argparse.ArgumentTypeError(f"{text!r}: pass full,skip and, if wanted, int8 and window: full,int8,window,skip")
+    return names
+
+
 def build_parser():
     parser = Parser(
         prog="knapspec.py", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -118,7 +125,8 @@ def build_parser():
     add("--tau", type=number(float, -1, 1), metavar="X", help=f"least cosine of drafted states (default: {DEFAULTS['tau']})")
     budget = f"largest share of the sublayers' time that a draft may save (default: {DEFAULTS['budget']})"
     add("--budget", type=number(float, 0, 1), metavar="X", help=budget)
-    add("--choices", choices=["full,skip"], help="ways to run an item in a draft (default: full,skip)")
+    add("--choices", type=choice_list, metavar="LIST", help="what may become of an item in a draft: full,skip is the paper;"
+        " int8 keeps it on 8-bit weights, window lets attention see a part of the context (default: all that can be had)")
     add("--skip", type=item_list, metavar="LIST", help="fixed plan: skip these items, as in 20,21,24; needs --gamma")
     add("--gamma", type=number(int, 0), metavar="N", help="fixed plan: draft N tokens a round; 0 is plain decoding")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
@@ -142,7 +150,7 @@ def parse(argv):
     if fixed and args.method:
         raise ValueError("--gamma fixes the plan, so --method has nothing to choose: drop one of them")
     args.method = None if fixed else args.method or "knapspec"
-    for name in KNAPSPEC_OPTIONS:
+    for name in (*KNAPSPEC_OPTIONS, "choices"):
         rival = name == "gamma_max" and args.method not in (None, "autoregressive")
         if getattr(args, name) is not None and args.method != "knapspec" and not rival:
             used = "a fixed plan" if fixed else f"--method {args.method}"
@@ -246,12 +254,26 @@ def make_planner(args, model, tokenizer, prompt_tokens):
         given = {name: getattr(args, name) for name in KNAPSPEC_OPTIONS if getattr(args, name) is not None}
         context = min(prompt_tokens + args.max_new_tokens, model.config.max_position)
         gamma_max = given.get("gamma_max", DEFAULTS["gamma_max"])
+        choices = find_choices(args, model)
         latency = latency_model(model, context=context, gamma_max=gamma_max, progress=not args.quiet)
-        return KnapSpec(latency, **given), latency
+        return KnapSpec(latency, choices=choices, **given), latency
     import baselines
 
     options = {"gamma_max": args.gamma_max, "progress": not args.quiet, "tokenizer": tokenizer}
     return baselines.make_planner(args.method, model, None, **options), None
+
+
+def find_choices(args, model):
+    """What may become of an item; the model's table gets what it lacks for that. Raises ValueError."""
+    try:
+        import shortcuts
+    except ImportError:  # without that file this is the paper's method
+        if set(args.choices or ()) - {"full", "skip"}:
+            raise ValueError("shortcuts.py is missing: pass --choices full,skip") from None
+        return ["full", "skip"]
+    choices = args.choices or shortcuts.available(model)
+    shortcuts.add_choices(model, choices, progress=not args.quiet)
+    return choices
 
 
 def rate(*generations):
@@ -315,8 +337,8 @@ def measurements(generation, text, clock, latency):
         "tokens_per_round": (new - 1) / rounds if rounds else None,
         "latency": latency and dataclasses.asdict(latency),
         "plans": [
-            {"position": position, "skip_set": sorted(plan.skip_set), "gamma": plan.gamma, "alpha": plan.alpha,
-             "predicted_tokens_per_second": plan.tokens_per_second, "seconds": seconds}
+            {"position": position, "skip_set": sorted(plan.skip_set), "choices": plan.choices, "gamma": plan.gamma,
+             "alpha": plan.alpha, "predicted_tokens_per_second": plan.tokens_per_second, "seconds": seconds}
             for position, plan, seconds in generation.plans
         ],
     }  # fmt: skip
@@ -374,9 +396,11 @@ def plan_lines(args, n_layer, plans):
     plan = drafting[-1]
     predicted, skipped = plan["predicted_tokens_per_second"], f"{len(plan['skip_set'])} of {2 * n_layer} sublayers"
     expected = "" if predicted is None else f", {predicted:.1f} tokens/s expected"
-    kept, left_out = "█░" if "utf" in (sys.stderr.encoding or "").lower() else "#."
-    cells = [left_out if item in plan["skip_set"] else kept for item in range(2 * n_layer)]
-    lines = [f"plan: skip {skipped} ({left_out}), draft up to {plan['gamma']} tokens{expected}"]
+    signs = dict(zip(("full", "int8", "window", "skip"), "█▓▒░" if "utf" in (sys.stderr.encoding or "").lower() else "#8w."))
+    choices = plan["choices"] or ["full"] * (2 * n_layer)
+    cells = [signs["skip" if item in plan["skip_set"] else choices[item]] for item in range(2 * n_layer)]
+    legend = ", ".join(f"{sign} {name}" for name, sign in signs.items() if sign in cells)
+    lines = [f"plan: skip {skipped}, draft up to {plan['gamma']} tokens{expected} ({legend})"]
     lines += ["  attention " + "".join(cells[::2]), "  MLP       " + "".join(cells[1::2])]
     if plans[-1] is not plan:
         lines.append("  at the end the planner chose not to draft, as plain decoding was expected to be faster")

@@ -67,6 +67,7 @@ class Plan:
     gamma: int = 0  # 0 is plain decoding
     alpha: float = 1.0  # estimated chance that one drafted token is accepted
     tokens_per_second: float | None = None  # predicted
+    choices: tuple | None = None  # names of how the kept items, and the head, are computed; None: all as the target does
 
 
 def draft(model, cache, last, plan, keep_drafting, temperature, top_p, rng):
@@ -80,7 +81,7 @@ def draft(model, cache, last, plan, keep_drafting, temperature, top_p, rng):
     try:
         for _ in range(plan.gamma):
             tokens = torch.tensor([drafts[-1] if drafts else last], device=model.device)
-            logits = model(tokens, cache, skip=plan.skip_set)
+            logits = model(tokens, cache, skip=plan.skip_set, choices=plan.choices)
             rows.append(sampling_probs(logits, temperature, top_p)[0])
             drafts.append(sample(rows[-1], rng) if temperature else int(rows[-1].argmax()))
             confidences.append(torch.softmax(logits[0].float(), -1)[drafts[-1]].item())
@@ -264,13 +265,17 @@ def _emit(session, new, eos_ids, on_token):
     return generation.stop_reason is None and session.remaining > 0
 
 
+def _decision(plan):
+    return plan.skip_set, plan.gamma, plan.choices
+
+
 def _round(session, planner, eos_ids, rng):
     """Plans, drafts, verifies, accepts -> the new tokens, none behind an end-of-text."""
     model, cache, generation = session.model, session.cache, session.generation
     clock = [time.perf_counter()]
     plan = planner.plan(session)
     clock.append(time.perf_counter())
-    if not generation.plans or (plan.skip_set, plan.gamma) != (generation.plans[-1][1].skip_set, generation.plans[-1][1].gamma):
+    if not generation.plans or _decision(plan) != _decision(generation.plans[-1][1]):
         generation.plans.append((cache.length, plan, clock[1] - clock[0]))
     bounded = replace(plan, gamma=min(plan.gamma, session.remaining - 1))
     last = session.tokens[-1]

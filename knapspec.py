@@ -19,7 +19,7 @@ from decoding import (
     generate,
     sampling_probs,
 )
-from model import Context, grouped_attention
+from model import Context
 
 __all__ = ["FixedPlanner", "Generation", "KnapSpec", "Plan", "Planner", "Session", "generate", "knapsack", "tokens_per_time"]
 
@@ -55,7 +55,7 @@ class Branches(Context):
 
     def __init__(self, cache, B, W, own_window=False):
         n = cache.length
-        self.cache = cache
+        self.cache, self.start = cache, n - W
         self.cos, self.sin = cache.cos[n - W : n].repeat(B, 1, 1), cache.sin[n - W : n].repeat(B, 1, 1)
         verified = torch.ones(W, n, dtype=torch.bool).tril(-1 if own_window and n == W else n - W - 1)
         own = torch.eye(W, dtype=torch.bool)
@@ -65,11 +65,11 @@ class Branches(Context):
         seen = torch.cat((verified.repeat(B, 1), torch.block_diag(*[own] * B)), 1)  # (B*W, n + B*W)
         self.mask = cache.keys.new_zeros(seen.shape).masked_fill_(~seen.to(cache.keys.device), float("-inf"))
 
-    def attend(self, layer, q, k, v):
+    def extend(self, layer, k, v):
+        """k and v (B * W, n_kv_head, D) -> the verified ones and these, (1, n_kv_head, n + B * W, D)."""
         cache, n = self.cache, self.cache.length
-        keys = torch.cat((cache.keys[layer, :, :n], k.transpose(0, 1)), 1)[None]  # (1, n_kv_head, n + B*W, D)
-        values = torch.cat((cache.values[layer, :, :n], v.transpose(0, 1)), 1)[None]
-        return grouped_attention(q, keys, values, self.mask)
+        keys = torch.cat((cache.keys[layer, :, :n], k.transpose(0, 1)), 1)
+        return keys[None], torch.cat((cache.values[layer, :, :n], v.transpose(0, 1)), 1)[None]
 
 
 def distance(x, target):
@@ -84,20 +84,22 @@ class Branch:
 
     weight: int
     saved_s: float
-    path: tuple | None  # (skipped item's sublayers, the path before it)
+    path: tuple | None  # ((sublayers, "skip" or the cheaper way), the path before it)
     block: int  # which of the stacked states, kept ones first
 
 
 @torch.inference_mode()
-def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, gain=None, max_branches=None,
+def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, ways=None, gain=None, max_branches=None,
              own_window=False):  # fmt: skip
     """Skip sets that stay close to the target, one for each amount of time saved.
 
     states: x_0 … x_2L of the last W verified tokens, each (W, H); cache.length counts them in. costs: seconds of
     each sublayer, 2L. budget: largest share of the sublayers' time to save. items: tuples of sublayers that are kept
-    or skipped together. Ours: gain(distances, saved_s), what such drafts would give over plain decoding; with it
-    branches are dropped that cannot exceed 1 any more, and of the rest at most max_branches are kept, by where they
-    are heading. Returns [(skip_set, saved_s, final states (W, H))], by time saved. Source: KnapSpec's dynamic program.
+    or skipped together. Ours: ways, for each sublayer a list of (name, cost, function), the first the way in which it
+    is kept at `costs`, the others cheaper; gain(distances, saved_s), what such drafts would give over plain decoding:
+    with it branches are dropped that cannot exceed 1 any more, and of the rest at most max_branches are kept, by where
+    they are heading. Returns [(skip_set, names, saved_s, final states (W, H))], by time saved; names maps
+    sublayers that are kept in a cheaper way to that. Source: KnapSpec's dynamic program.
     """
     W, H = states[0].shape
     items = items or [(b,) for b in range(len(costs))]
@@ -112,20 +114,26 @@ def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, ga
         B = len(branches)
         if B not in contexts:
             contexts[B] = Branches(cache, B, W, own_window)
-        # 2. Keep: the item on all branches in one batched call. Skip: the states as they are, more time saved.
-        kept = x.reshape(B * W, H)
-        for b in item:
-            kept = model.sublayers[b](kept, contexts[B])
-        kept = kept.view(B, W, H)
-        proposals = [Branch(p.weight, p.saved_s, p.path, i) for i, p in enumerate(branches)]
+        # 2. Keep: the item on all branches in one batched call. Skip: the states as they are, and time saved.
+        choices = [(None, 0.0, [ways[b][0][2] if ways else model.sublayers[b] for b in item])]
         if can_skip:
             ahead_s -= cost
-            weight = max(1, round(cost / unit))
-            proposals += [Branch(p.weight + weight, p.saved_s + cost, (item, p.path), B + i)
-                          for i, p in enumerate(branches) if p.saved_s + cost <= capacity]  # fmt: skip
-            kept = torch.cat((kept, x))
+            choices += [(name, cost - cheaper_s, [way]) for name, cheaper_s, way in (ways[item[0]][1:] if ways else ())]
+            choices += [("skip", cost, [])]
+        stacked, proposals = [], []
+        for name, saved_s, functions in choices:
+            kept = x.reshape(B * W, H)
+            for function in functions:
+                kept = function(kept, contexts[B])
+            weight = max(1, round(saved_s / unit)) if saved_s else 0
+            for i, p in enumerate(branches):
+                if p.saved_s + saved_s <= capacity:
+                    path = ((item, name), p.path) if name else p.path
+                    proposals.append(Branch(p.weight + weight, p.saved_s + saved_s, path, len(stacked) * B + i))
+            stacked.append(kept.view(B, W, H))
+        stacked = torch.cat(stacked)
         # 3. Drop what fell under τ; keep the closest branch for each weight.
-        far, cosines = (t.mean(-1) for t in distance(kept, states[item[-1] + 1]))
+        far, cosines = (t.mean(-1) for t in distance(stacked, states[item[-1] + 1]))
         cosine, best = cosines.tolist(), {}
         for p in proposals:
             if cosine[p.block] >= tau and (p.weight not in best or cosine[p.block] > cosine[best[p.weight].block]):
@@ -135,17 +143,19 @@ def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, ga
             branches = prune(branches, far, gain, capacity, ahead_s, total_s, max_branches)
         if not branches:
             return []
-        x = kept[[p.block for p in branches]]
+        x = stacked[[p.block for p in branches]]
     # 4. Trace back: one skip set for each weight.
-    return [(trace(p.path), p.saved_s, x[i]) for i, p in enumerate(branches)]
+    return [(*trace(p.path), p.saved_s, x[i]) for i, p in enumerate(branches)]
 
 
 def trace(path):
-    skip_set = set()
+    """The skipped sublayers, and the names of the cheaper ways in which others are kept, from a branch's path."""
+    skip_set, names = set(), {}
     while path:
-        item, path = path
-        skip_set.update(item)
-    return frozenset(skip_set)
+        (item, name), path = path
+        skip_set.update(item if name == "skip" else ())
+        names.update({b: name for b in item if name != "skip"})
+    return frozenset(skip_set), names
 
 
 def prune(branches, far, gain, capacity, ahead_s, total_s, max_branches):
@@ -164,6 +174,29 @@ def prune(branches, far, gain, capacity, ahead_s, total_s, max_branches):
     return [branches[i] for i in chosen.tolist() if course[i] > -math.inf]
 
 
+@torch.inference_mode()
+def certified(model, target, draft):
+    """Which rows of two sets of final states (N, H) provably have the same most likely token: (N,) bool.
+
+    Let u and v be the directions of the target's and the draft's state, and fold the final norm's gain into the head's
+    rows w_j. RMSNorm stretches u by a positive factor, whatever its ε: logits are that factor times w_j · u, and the top
+    token depends on u alone. With i the target's, and for any j, by Cauchy and Schwarz on (w_i − w_j) · (u − v),
+
+        (w_i − w_j) · v  ≥  (w_i − w_j) · u − ‖w_i − w_j‖ ‖u − v‖,        ‖u − v‖² = 2 (1 − cos(u, v)),
+
+    so that i is the draft's as well where the right side exceeds 0 for every j ≠ i. That holds in exact arithmetic; it
+    is evaluated in float64, and the model's own rounding can matter where it has two logits that are all but equal.
+    Source: KnapSpec, lemma 4.1. Differs: a proof for one state, in place of a bound on how similar states are.
+    """
+    rows = (model.head.weight.to_dense() if model.head.packed else model.head.weight).double() * model.model.norm.weight
+    u, v = (torch.nn.functional.normalize(h.double(), dim=-1) for h in (target, draft))
+    along = u @ rows.T  # (N, V)
+    top = along.argmax(-1)
+    margin = along.gather(-1, top[:, None]) - along
+    reach = torch.cdist(rows[top], rows, compute_mode="donot_use_mm_for_euclid_dist") * (u - v).norm(dim=-1, keepdim=True)
+    return (margin > reach).scatter_(-1, top[:, None], True).all(-1)
+
+
 # --- 3. The planner --------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +205,7 @@ class Candidate:
     """A skip set that the knapsack found, and what has been seen of it since."""
 
     skip_set: frozenset
-    saved_s: float  # per draft token, where it was found
+    choices: tuple | None  # as in Plan
     far: float  # mean distance of its final states from the target's
     rejected: float  # mean chance of a rejection in the window: where draft and target sample differently
     accepted: float = 0.0  # of its drafts that were tried: those before a rejection, and the rejected one
@@ -182,16 +215,20 @@ class Candidate:
 class KnapSpec(Planner):
     """The knapsack at intervals, tokens per time every round.
 
-    latency: a profile.LatencyModel. gamma_max, window (W), interval (tokens between plannings), tau and budget are
+    latency: a profile.LatencyModel. choices: what may become of an item, {"full", "skip"} in the paper; further names
+    must be in the model's table and the profile (shortcuts.py). gamma_max, window (W), interval (tokens between plannings), tau and budget are
     the method's; stop is "fixed", "confidence" (ends a draft under `threshold`) or "renewal" (METHOD section 5).
     Ours, and how to turn it off: price "full" ("paper": no head, verification costs one step); alphas "pooled"
     ("share": each candidate's own share of the window); share, the largest part of the time to spend on planning
     (1.0); max_branches (None: all that can win); layers False (True: whole layers are kept or skipped).
     """
 
-    def __init__(self, latency, *, gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5, stop="renewal",
-                 threshold=0.7, price="full", alphas="pooled", share=0.05, max_branches=8, layers=False):  # fmt: skip
+    def __init__(self, latency, *, choices=("full", "skip"), gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5,
+                 stop="renewal", threshold=0.7, price="full", alphas="pooled", share=0.05, max_branches=8,
+                 layers=False):  # fmt: skip
         self.latency, self.gamma_max, self.window, self.interval = latency, gamma_max, window, interval
+        self.base = "int8" if "int8" in choices else "full"  # how an item is kept
+        self.cheaper = [name for name in choices if name not in ("full", "skip", self.base)]
         self.tau, self.budget, self.stop, self.threshold = tau, budget, stop, threshold
         self.price, self.alphas, self.share, self.max_branches, self.layers = price, alphas, share, max_branches, layers
         self.speed, self.draft_factor = 1.0, 1.0  # measured / profiled: of verification, and of drafts relative to it
@@ -203,10 +240,10 @@ class KnapSpec(Planner):
 
     # What things cost now: the profile, corrected by what this run really took.
 
-    def draft_s(self, n, skip_set, n_layer):
+    def draft_s(self, n, skip_set, n_layer, choices=None):
         if self.price == "paper":
             return self.latency.draft(skip_set, n, n_layer) - self.latency.head()
-        return self.latency.draft(skip_set, n, n_layer) * self.speed * self.draft_factor
+        return self.latency.draft(skip_set, n, n_layer, choices) * self.speed * self.draft_factor
 
     def verify_s(self, n, n_layer):
         """Seconds of verifying γ + 1 tokens, for each γ from 0 to gamma_max."""
@@ -218,30 +255,36 @@ class KnapSpec(Planner):
         if session.generation.rounds == 0:  # another text: prices and slopes stay, plans do not
             self.candidates, self.current, self.chosen = [], Plan(), None
             self.next_position, self.wait, self.planned_s = 0, self.interval, 0.0
-        if self.gamma_max > 0 and session.cache.length >= self.next_position and self._affordable(session):
-            self._replan(session)
+        branches = self._affordable(session) if session.cache.length >= self.next_position else 0
+        if branches > 0 and self.gamma_max > 0:
+            self._replan(session, branches)
         elif self.current.gamma > 0:  # plain decoding brings no news of the candidates
             self._choose(session)
         return self.current
 
     def _affordable(self, session):
-        """Would all planning so far and one more stay under `share` of the generation's time, both as profiled?
+        """How many branches keep all planning under `share` of the generation's time, both as profiled.
 
-        A planning costs about what verifying as many tokens as it has rows would.
+        A planning costs about what verifying as many tokens as it has rows would. The first may be a narrow one.
         """
-        n = session.cache.length
-        next_s = self.latency.verify(n, self.window * (self.max_branches or 32))
-        if self.planned_s + next_s > self.share * session.max_new_tokens * self.latency.verify(n, 1):
-            return False
-        self.planned_s += next_s
-        return True
+        n, most = session.cache.length, self.max_branches or 32
+        left_s = self.share * session.max_new_tokens * self.latency.verify(n, 1) - self.planned_s
+        for branches in range(most, 0, -1):
+            price_s = self.latency.verify(n, self.window * branches)
+            if price_s <= left_s:
+                self.planned_s += price_s
+                return branches
+            if self.planned_s > 0:
+                break
+        return 0
 
-    def _replan(self, session):
+    def _replan(self, session, branches):
         """The knapsack on the latest window; known candidates keep half the weight of what was seen of them."""
         n, L = session.cache.length, session.model.config.n_layer
         states, target_probs = session.window(self.window)
-        costs = [self.latency.sublayer(item, n) for item in range(2 * L)]
-        full_s, verify_s = self.draft_s(n, frozenset(), L), self.verify_s(n, L)
+        kept = (self.base,) * (2 * L + 1) if self.base != "full" else None
+        costs = [self.latency.sublayer(item, n, self.base) for item in range(2 * L)]
+        full_s, verify_s = self.draft_s(n, frozenset(), L, kept), self.verify_s(n, L)
 
         def gain(far, saved_s):  # of the best γ ≥ 1 over plain decoding
             rates = tokens_per_time(self._alpha(far), full_s - saved_s * self.speed * self.draft_factor, verify_s)
@@ -249,24 +292,35 @@ class KnapSpec(Planner):
 
         found = knapsack(session.model, session.cache, states, costs, budget=self.budget, tau=self.tau,
                          items=[(2 * i, 2 * i + 1) for i in range(L)] if self.layers else None,
-                         gain=gain if self.max_branches else None, max_branches=self.max_branches)  # fmt: skip
-        known, self.candidates = {c.skip_set: c for c in self.candidates}, []
+                         ways=self._ways(session.model, costs, n) if kept else None,
+                         gain=gain if self.max_branches else None, max_branches=branches)  # fmt: skip
+        known, self.candidates = {(c.skip_set, c.choices): c for c in self.candidates}, []
         # 5. α: how often the draft samples what the target does; at temperature 0 the share of equal argmaxes.
-        found = [f for f in found if f[0]]
+        found = [f for f in found if f[0] or kept]
         if found:
             x = torch.stack([x for *_, x in found])  # (C, W, H)
-            probs = sampling_probs(session.model.logits(x.flatten(0, 1)), session.temperature, session.top_p)
+            head = session.model.way(-1, self.base)
+            probs = sampling_probs(session.model.logits(x.flatten(0, 1), head), session.temperature, session.top_p)
             same = torch.minimum(probs.view(*x.shape[:2], -1), target_probs).sum(-1)  # (C, W)
             rejected, far = (1 - same).mean(-1).tolist(), distance(x, states[-1])[0].mean(-1).tolist()
-            for i, (skip_set, saved_s, _) in enumerate(found):
-                seen = known.get(skip_set, Candidate(skip_set, 0.0, 0.0, 0.0))
-                self.candidates.append(Candidate(skip_set, saved_s, far[i], rejected[i], seen.accepted / 2, seen.tried / 2))
+            for i, (skip_set, names, saved_s, _) in enumerate(found):
+                choices = tuple(names.get(b, self.base) for b in range(2 * L + 1)) if kept else None
+                seen = known.get((skip_set, choices), Candidate(skip_set, choices, 0.0, 0.0))
+                self.candidates.append(Candidate(skip_set, choices, far[i], rejected[i], seen.accepted / 2, seen.tried / 2))
             self.rejections, self.exposure = self.rejections + sum(rejected), self.exposure + sum(far)
         before = self.current
         self._choose(session)
-        same = self.current.gamma == 0 == before.gamma or self.current.skip_set == before.skip_set
+        same = self.current.gamma == 0 == before.gamma or (self.current.skip_set, self.current.choices) == (before.skip_set, before.choices)
         self.wait = 2 * self.wait if same else self.interval
         self.next_position = n + self.wait
+
+    def _ways(self, model, costs, n):
+        """For each item how it is kept, and the cheaper ways that save a tenth of it or more at n."""
+        ways = []
+        for item, cost in enumerate(costs):
+            priced = [(name, self.latency.sublayer(item, n, name), model.way(item, name)) for name in self.cheaper]
+            ways.append([(self.base, cost, model.way(item, self.base)), *(way for way in priced if way[1] <= 0.9 * cost)])
+        return ways
 
     def _alpha(self, far):
         return 1 - (self.rejections / self.exposure * far).clamp(max=1)
@@ -284,11 +338,12 @@ class KnapSpec(Planner):
         tried = torch.tensor([c.tried for c in self.candidates])
         accepted = torch.tensor([c.accepted for c in self.candidates])
         alpha = (self.window * prior + accepted) / (self.window + tried)  # a Beta posterior, its prior worth W tokens
-        rates = tokens_per_time(alpha, [self.draft_s(n, c.skip_set, L) for c in self.candidates], verify_s)
+        rates = tokens_per_time(alpha, [self.draft_s(n, c.skip_set, L, c.choices) for c in self.candidates], verify_s)
         choice, gamma = divmod(int(rates.argmax()), rates.size(1))
         if gamma > 0:
             self.chosen = self.candidates[choice]
-            self.current = Plan(self.chosen.skip_set, gamma, alpha[choice].item(), rates[choice, gamma].item())
+            best = self.chosen
+            self.current = Plan(best.skip_set, gamma, alpha[choice].item(), rates[choice, gamma].item(), best.choices)
 
     def keep_drafting(self, session, plan, confidences):
         if self.stop == "fixed":
@@ -300,7 +355,7 @@ class KnapSpec(Planner):
         risk = (self.window * (1 - plan.alpha) + self.missed) / (self.window * 0.35 + self.unsure)
         chance = math.prod(max(1 - risk * (1 - c), 0) for c in confidences) * plan.alpha
         verify_s = self.verify_s(n, L)
-        price_s = self.draft_s(n, plan.skip_set, L) + verify_s[min(k + 1, self.gamma_max)] - verify_s[k]
+        price_s = self.draft_s(n, plan.skip_set, L, plan.choices) + verify_s[min(k + 1, self.gamma_max)] - verify_s[k]
         return chance > plan.tokens_per_second * price_s
 
     def observe(self, session, round):
@@ -318,7 +373,7 @@ class KnapSpec(Planner):
         n, L = round.position, session.model.config.n_layer
         self.speed += 0.1 * (round.verify_s / self.latency.verify(n, round.drafted + 1) - self.speed)
         if round.drafted:
-            profiled_s = round.drafted * self.latency.draft(round.plan.skip_set, n, L)
+            profiled_s = round.drafted * self.latency.draft(round.plan.skip_set, n, L, round.plan.choices)
             self.draft_factor += 0.1 * (round.draft_s / profiled_s / self.speed - self.draft_factor)
 
 

@@ -68,7 +68,7 @@ def _yarn_frequencies(frequencies, base, D, original, factor, scaling):
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, D - 1)
-    ramp = (torch.arange(D // 2, dtype=torch.float32) - low) / (high - low if high > low else 0.001)
+    ramp = (torch.arange(D // 2, dtype=torch.float32) - low) / (high - low or 0.001)
     stretch = ramp.clamp(0, 1)
 
     def temperature(mscale):
@@ -102,9 +102,9 @@ class KVCache:
 
 
 class Context:
-    """What the sublayers of one forward share: where the new tokens stand and how they attend.
+    """What the sublayers of one forward share: where the T new tokens stand, and which keys each of them sees.
 
-    `attend` writes the new keys and values at start … start + T − 1 and reads positions 0 … start + T − 1.
+    `extend` writes new keys and values at positions start … start + T − 1 and hands out those of 0 … start + T − 1.
     """
 
     def __init__(self, cache, T):
@@ -118,30 +118,28 @@ class Context:
         if T > 1 and self.start > 0:  # new token t sees keys 0 … start + t: aligned to the bottom right
             self.mask = cache.keys.new_full((T, end), float("-inf")).triu_(self.start + 1)
 
-    def attend(self, layer, q, k, v):
-        """q (T, n_head, D), k and v (T, n_kv_head, D), rotated -> (T, n_head * D)."""
+    def extend(self, layer, k, v):
+        """k and v (T, n_kv_head, D), rotated -> keys and values (1, n_kv_head, S, D)."""
         self.new_keys[layer].copy_(k.transpose(0, 1))
         self.new_values[layer].copy_(v.transpose(0, 1))
-        keys, values = self.keys[layer], self.values[layer]
-        T = q.size(0)
-        if T > 1 and self.start == 0:
-            out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True)
-            return out[0].transpose(0, 1).reshape(T, -1)
-        return grouped_attention(q, keys, values, self.mask)
+        return self.keys[layer], self.values[layer]
 
 
 def grouped_attention(q, keys, values, mask=None):
-    """Attention of q (N, n_head, D) over keys, values (1, n_kv_head, S, D) -> (N, n_head * D); mask (N, S) additive.
+    """Attention of q (N, n_head, D) over keys, values (1, n_kv_head, S, D) -> (N, n_head * D).
 
-    The query heads that share a key head become rows of one matrix: each key is read once, and never repeated.
+    mask is additive, (N, S); None lets the last query see all keys and each before it one less. Query heads that share
+    a key head become rows of one matrix where they can: each key is read once, and never repeated.
     """
     N, n_head, D = q.size()
     n_kv_head = keys.size(1)
     groups = n_head // n_kv_head
+    if mask is None and N > 1:
+        assert keys.size(2) == N, f"{N} new tokens and {keys.size(2)} keys without a mask"
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(N, n_head * D)
     rows = q.view(N, n_kv_head, groups, D).permute(1, 2, 0, 3).reshape(1, n_kv_head, groups * N, D)
-    if mask is not None:
-        mask = mask.repeat(groups, 1)
-    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=None if mask is None else mask.repeat(groups, 1))
     return out.view(n_kv_head, groups, N, D).permute(2, 0, 1, 3).reshape(N, n_head * D)
 
 
@@ -173,7 +171,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         scale = (norm.square_() / x.size(-1)).add_(self.eps).rsqrt_()
         return (x * scale).to(x.dtype) * self.weight
 
@@ -206,7 +204,8 @@ class Attention(nn.Module):
         first, second = qk.chunk(2, -1)
         qk = torch.addcmul(qk * context.cos, torch.cat((second, first), -1), context.sin)
         q, k = qk.split((config.n_head, config.n_kv_head), 1)
-        return self.out(context.attend(self.layer, q, k, v))
+        keys, values = context.extend(self.layer, k, v)
+        return self.out(grouped_attention(q, keys, values, context.mask))
 
 
 class MLP(nn.Module):
@@ -259,8 +258,10 @@ class Transformer(nn.Module):
         )
         if not config.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Item b of the knapsack: a function from states and context to states.
+        # Item b of the knapsack: a function from states and context to states. The table may get cheaper ways to compute
+        # the items and then the head, by name, in the same order: for drafts, never for the target.
         self.sublayers = [f for layer in self.model.layers for f in (layer.attention, layer.feed_forward)]
+        self.table = {}
 
     def load(self, pairs):
         """Takes (name, tensor) pairs, names as in `state_dict()`, and packs each part when its last tensor is in.
@@ -293,17 +294,22 @@ class Transformer(nn.Module):
     def dtype(self):
         return self.model.norm.weight.dtype
 
-    def logits(self, x):
+    def logits(self, x, head=None):
         """States after the last sublayer (N, H) -> logits (N, V)."""
-        return self.head(self.model.norm(x))
+        return (head or self.head)(self.model.norm(x))
+
+    def way(self, item, name):
+        """The function that computes an item (the head: item -1) in the named way."""
+        return (*self.sublayers, self.head)[item] if name == "full" else self.table[name][item]
 
     @torch.inference_mode()
-    def forward(self, tokens, cache, *, skip=frozenset(), capture=None, last=None):
+    def forward(self, tokens, cache, *, skip=frozenset(), choices=None, capture=None, last=None):
         """Logits after each new token, or after the `last` ones only.
 
         tokens (T,) int64 stand at positions cache.length …; their keys and values are written there, except
-        for skipped attention, and cache.length stays. skip: items that are the identity. capture: a list that
-        receives the 2L + 1 states x_0 … x_2L. Returns (last or T, V); captured states are (last or T, H).
+        for skipped attention, and cache.length stays. skip: items that are the identity. choices: for each item, and
+        then for the head, "full" or a name in `table`. capture: a list that receives the 2L + 1 states
+        x_0 … x_2L. Returns (last or T, V); captured states are (last or T, H).
         """
         context = Context(cache, tokens.size(0))
         rows = slice(None) if last is None else slice(-last, None)
@@ -312,7 +318,7 @@ class Transformer(nn.Module):
             if capture is not None:
                 capture.append(x[rows])
             if item not in skip:
-                x = sublayer(x, context)
+                x = (self.way(item, choices[item]) if choices else sublayer)(x, context)
         if capture is not None:
             capture.append(x[rows])
-        return self.logits(x[rows])
+        return self.logits(x[rows], self.way(-1, choices[-1]) if choices else None)

@@ -25,7 +25,8 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +47,11 @@ class LatencyModel:
     attention_s: tuple[float, float]  # c3, c2 of c3 + c2·n
     verify_s: tuple[tuple[int, float, float], ...]  # (k, a_k, b_k) for some k, ascending, from k = 1
     error: float  # of the fit: mean |fitted − measured| / measured over all that was timed
+    ways: tuple = ()  # (name, LatencyModel) for each further entry of the model's table
+
+    def way(self, name):
+        """The latencies of one way to compute the items: "full", or a name in the model's table."""
+        return self if name == "full" else dict(self.ways)[name]
 
     def head(self):
         return self.head_s
@@ -56,12 +62,18 @@ class LatencyModel:
     def attention(self, n):
         return self.attention_s[0] + self.attention_s[1] * n
 
-    def sublayer(self, item, n):
+    def sublayer(self, item, n, way="full"):
         """Item 2i is attention, 2i + 1 an MLP."""
-        return self.mlp_s if item % 2 else self.attention(n)
+        model = self.way(way)
+        return model.mlp_s if item % 2 else model.attention(n)
 
-    def draft(self, skip_set, n, n_layer):
-        """One draft token."""
+    def draft(self, skip_set, n, n_layer, choices=None):
+        """One draft token; choices as in `Transformer.forward`."""
+        if choices:
+            kept = Counter((choices[item], item % 2) for item in range(2 * n_layer) if item not in skip_set)
+            return self.way(choices[-1]).head_s + sum(
+                count * self.sublayer(kind, n, way) for (way, kind), count in kept.items()
+            )
         attention_kept = n_layer - sum(item % 2 == 0 for item in skip_set)
         mlp_kept = 2 * n_layer - len(skip_set) - attention_kept
         return self.head_s + attention_kept * self.attention(n) + mlp_kept * self.mlp_s
@@ -100,30 +112,33 @@ def measure(model, *, context_lengths, gamma_max, progress=False):
     L = model.config.n_layer
     attention, mlp = frozenset(range(0, 2 * L, 2)), frozenset(range(1, 2 * L, 2))
     ks = sorted({k for k in (1, 2, 3, 5, 9, 17, gamma_max + 1) if k <= gamma_max + 1})
-    runs = [(frozenset(), k) for k in ks] + [(attention, 1), (mlp, 1), (attention | mlp, 1)]
+    skips = [frozenset(), attention, mlp, attention | mlp]
+    runs = [("full", frozenset(), k) for k in ks[1:]] + [(way, skip, 1) for way in ("full", *model.table) for skip in skips]
     cache = KVCache(model.config, max(context_lengths) + gamma_max + 1, device=model.device, dtype=model.dtype)
     cache.keys.zero_()
     cache.values.zero_()
     tokens = torch.zeros(gamma_max + 1, dtype=torch.int64, device=model.device)
 
-    def forward(skip, k):
-        torch.softmax(model(tokens[:k], cache, skip=skip).float(), -1).max(-1).indices.tolist()
+    def forward(way, skip, k):
+        choices = None if way == "full" else (way,) * (2 * L + 1)
+        torch.softmax(model(tokens[:k], cache, skip=skip, choices=choices).float(), -1).max(-1).indices.tolist()
 
-    times = {}  # (skip, k, n) -> seconds
+    times = {way: {} for way in ("full", *model.table)}  # way -> {(skip, k, n): seconds}
     bar = tqdm(total=len(context_lengths) * REPEATS, desc="measuring latency", leave=False,
                disable=None if progress else True)  # None: only on a terminal
     for n in context_lengths:
         cache.length = n
         samples = {run: [] for run in runs}
         for repeat in range(REPEATS + 1):  # the runs take turns, so that a slow second hits all of them
-            for skip, k in runs:
-                seconds = timed(model.device, functools.partial(forward, skip, k))
+            for run in runs:
+                seconds = timed(model.device, functools.partial(forward, *run))
                 if repeat > 0:  # the first round warms up
-                    samples[skip, k].append(seconds)
+                    samples[run].append(seconds)
             bar.update(repeat > 0)
-        times |= {(*run, n): statistics.median(seconds) for run, seconds in samples.items()}
+        for (way, skip, k), seconds in samples.items():
+            times[way][skip, k, n] = statistics.median(seconds)
     bar.close()
-    return fit(times, L)
+    return replace(fit(times.pop("full"), L), ways=tuple((way, fit(of_way, L)) for way, of_way in times.items()))
 
 
 def fit(times, n_layer):
@@ -173,7 +188,7 @@ def latency_model(model, *, context, gamma_max, progress=False):
     lengths = sorted({min(64, longest), max(longest // 2, 1), longest})
     key = {
         "config": asdict(model.config), "device": device_name(model.device), "dtype": str(model.dtype),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "lengths": lengths, "gamma_max": gamma_max,
+        "threads": torch.get_num_threads(), "ways": sorted(model.table), "torch": torch.__version__, "lengths": lengths, "gamma_max": gamma_max,
         "code": hashlib.sha256(b"".join(Path(__file__).with_name(f).read_bytes() for f in ("model.py", "profile.py"))).hexdigest(),
     }  # fmt: skip
     text = json.dumps(key, sort_keys=True)
@@ -191,13 +206,17 @@ def _read(path, key):
         stored = json.loads(path.read_text("utf-8"))
         if stored["key"] != key:
             return None
-        values = stored["latency"]
-        verify_s = tuple((int(k), *_seconds(line, 2)) for k, *line in values["verify_s"])
-        head_s, mlp_s, error = _seconds([values[name] for name in ("head_s", "mlp_s", "error")], 3)
-        latency = LatencyModel(head_s, mlp_s, _seconds(values["attention_s"], 2), verify_s, error)
+        latency = _from_values(stored["latency"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    return latency if verify_s else None
+    return latency if latency.verify_s else None
+
+
+def _from_values(values):
+    verify_s = tuple((int(k), *_seconds(line, 2)) for k, *line in values["verify_s"])
+    head_s, mlp_s, error = _seconds([values[name] for name in ("head_s", "mlp_s", "error")], 3)
+    ways = tuple((str(name), _from_values(way)) for name, way in values["ways"])
+    return LatencyModel(head_s, mlp_s, _seconds(values["attention_s"], 2), verify_s, error, ways)
 
 
 def _seconds(values, count):

@@ -36,6 +36,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+from huggingface_hub import _CACHED_NO_EXIST
 from huggingface_hub import errors as hub_errors
 from safetensors.torch import load_file, save_file
 
@@ -218,17 +219,20 @@ def test_every_dtype_is_converted_exactly(tmp_path, monkeypatch, stored, asked):
     assert quiet_load(folder, dtype=asked)[0].dtype == wanted
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to measure a process's peak memory")
 def test_loading_never_holds_the_model_twice(tmp_path):
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16384, "num_hidden_layers": 3}
+    # As deep for its width as real models are: packing needs room for one more sublayer.
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 20}
     config = LLAMA | sizes | {"num_attention_heads": 8, "num_key_value_heads": 8}
     with torch.device("meta"):
         meta = Transformer(read_config(config)).state_dict()
     weights = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in meta.items()}
     folder = write_folder(tmp_path / "m", config, weights)
     size = sum(tensor.numel() for tensor in weights.values()) * 4
+    # Not ru_maxrss: that begins with the peak of the process that started this one.
     program = (
-        "import resource, sys, checkpoint\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)\n"
+        "import re, sys, checkpoint\n"
+        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
         "before = peak(); checkpoint.load(sys.argv[1], device='cpu', progress=False); print(peak() - before)"
     )
     run = subprocess.run(
@@ -664,6 +668,15 @@ def test_hub_model_is_refused_before_its_weights_are_fetched(tmp_path, monkeypat
     monkeypatch.setattr(checkpoint, "hf_hub_download", hub)
     assert_refused("odd", call=lambda: quiet_load("someone/model"))
     assert hub.asked[-1] == "model.safetensors.index.json"
+
+
+def test_file_that_the_cache_knows_to_be_absent_is_not_asked_for(tmp_path, monkeypatch):
+    hub = FakeHub(write_folder(tmp_path / "m"))
+    absent = ("chat_template.jinja", "tokenizer_config.json")
+    monkeypatch.setattr(checkpoint, "hf_hub_download", hub)
+    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda _, file: _CACHED_NO_EXIST if file in absent else None)
+    quiet_load("someone/model")
+    assert not set(absent) & set(hub.asked)
 
 
 @pytest.mark.parametrize(("kind", "words"), [

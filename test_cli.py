@@ -106,7 +106,7 @@ def knapspec(folder, capfd, tmp_path):
 
 def test_what_is_printed_is_the_json_text(knapspec):
     for seed in range(3):
-        status, out, _, result = knapspec("--temperature", "3", "--seed", str(seed), "--max-new-tokens", "100", *FIXED)
+        status, out, _, result = knapspec("--temperature", "3", "--seed", str(seed), "--max-new-tokens", "40", *FIXED)
         assert status == 0
         assert out == result["text"] + "\n"
         assert "\ufffd" not in out
@@ -122,7 +122,8 @@ def test_the_json_file_has_exactly_the_documented_fields(knapspec, folder):
         "baseline", "speedup", "identical",
     ]  # fmt: skip
     assert set(result["seconds"]) == {"load", "profile", "prefill", "plan", "draft", "verify", "total"}
-    assert list(result["plans"][0]) == ["position", "skip_set", "gamma", "alpha", "predicted_tokens_per_second", "seconds"]
+    fields = {"position", "skip_set", "choices", "gamma", "alpha", "predicted_tokens_per_second", "seconds"}
+    assert all(plan.keys() == fields for plan in result["plans"]) and result["plans"]
     assert set(result["baseline"]) == {"tokens_per_second", "token_ids"}
     assert result["model"] == str(folder) and result["dtype"] == "float32" and result["latency"]["mlp_s"] > 0
     assert result["prompt_tokens"] == len("user: Why is the sky blue?\nbot:")
@@ -140,8 +141,9 @@ def test_rates_and_shares_follow_from_the_counts(knapspec):
 
 def test_the_report_draws_the_plan_in_use(knapspec):
     _, _, err, result = knapspec("--max-new-tokens", "20", *FIXED)
-    assert result["plans"][0] | {"seconds": 0} == {"position": 31, "skip_set": [2, 3, 6], "gamma": 3, "alpha": 1.0,
-                                                   "predicted_tokens_per_second": None, "seconds": 0}  # fmt: skip
+    (plan,) = result["plans"]
+    assert (plan["position"], plan["skip_set"], plan["gamma"], plan["alpha"]) == (31, [2, 3, 6], 3, 1.0)
+    assert plan["predicted_tokens_per_second"] is None and plan["seconds"] >= 0
     assert "  attention █░█░█\n  MLP       █░███\n" in err
 
 
@@ -156,7 +158,7 @@ def test_the_report_says_when_no_draft_pays(knapspec, monkeypatch):
 
 
 def test_the_report_says_when_drafting_ended():
-    plans = [{"skip_set": [2], "gamma": 2, "predicted_tokens_per_second": 5.0}, {"gamma": 0}]
+    plans = [{"skip_set": [2], "choices": None, "gamma": 2, "predicted_tokens_per_second": 5.0}, {"gamma": 0}]
     lines = cli.plan_lines(cli.parse(["--prompt", ""]), 3, plans)
     assert lines[0].startswith("plan: skip 1 of 6 sublayers") and "5.0 tokens/s expected" in lines[0]
     assert "at the end the planner chose not to draft" in lines[-1]
@@ -179,7 +181,7 @@ def test_version_and_help_end_with_status_0(capsys):
 
 
 def test_a_greedy_comparison_finds_the_same_token_ids(knapspec):
-    _, _, err, result = knapspec("--compare", "--max-new-tokens", "60", *FIXED)
+    _, _, err, result = knapspec("--compare", "--max-new-tokens", "24", *FIXED)
     assert result["identical"] is True
     assert result["baseline"]["token_ids"] == result["token_ids"]
     assert 0 < result["drafted"] > result["accepted"]
@@ -241,7 +243,7 @@ def test_a_run_too_short_for_a_rate_has_none(knapspec):
 def test_every_method_gives_the_text_of_plain_decoding(knapspec, method):
     if method == "swift":
         pytest.importorskip("bayes_opt")
-    options = ["--max-new-tokens", "40"]
+    options = ["--max-new-tokens", "24"]
     expected = knapspec("--method", "autoregressive", *options)[3]["token_ids"]
     status, _, _, result = knapspec("--method", method, *options, "--gamma-max", "3")
     assert status == 0 and result["token_ids"] == expected
@@ -258,12 +260,13 @@ def test_options_of_the_planner_arrive_and_the_others_keep_its_defaults(knapspec
     knapspec("--max-new-tokens", "2", "--gamma-max", "3", "--window", "4", "--tau", "0.9", "--budget", "0.25", "--interval", "16")
     knapspec("--max-new-tokens", "2", "--choices", "full,skip")
     (latency, given), (_, none) = planners
-    assert given == {"gamma_max": 3, "window": 4, "tau": 0.9, "budget": 0.25, "interval": 16} and none == {}
+    assert given | {"choices": None} == {"gamma_max": 3, "window": 4, "tau": 0.9, "budget": 0.25, "interval": 16, "choices": None}
+    assert none == {"choices": ["full", "skip"]}
     assert [k for k, *_ in latency.verify_s] == [1, 2, 3, 4]
 
 
 def test_the_same_seed_gives_the_same_text_and_another_another(knapspec):
-    options = ["--temperature", "0.8", "--top-p", "0.9", *FIXED, "--max-new-tokens", "60", "--seed"]
+    options = ["--temperature", "0.8", "--top-p", "0.9", *FIXED, "--max-new-tokens", "30", "--seed"]
     first, again, other = (knapspec(*options, seed)[3]["token_ids"] for seed in ("1", "1", "2"))
     assert first == again != other
 
@@ -325,7 +328,8 @@ def test_generation_is_shortened_at_the_end_of_the_context(knapspec):
     (["--top-p", "1.1"], "from 0 to 1"), (["--top-p", "-0.1"], "from 0 to 1"), (["--top-p", "x"], "from 0 to 1"),
     (["--tau", "1.5"], "from -1 to 1"), (["--budget", "-0.1"], "from 0 to 1"), (["--budget", "nan"], "from 0 to 1"),
     (["--gamma-max", "-1"], "from 0 to 64"), (["--window", "0"], "from 1 to 4096"), (["--interval", "0"], "of at least 1"),
-    (["--seed", "-1"], "from 0 to"), (["--method", "magic"], "layerskip"), (["--choices", "full,int8"], "choose from"),
+    (["--seed", "-1"], "from 0 to"), (["--method", "magic"], "layerskip"), (["--choices", "full,int4"], "full,skip"), (["--choices", "skip"], "full,skip"),
+    (["--choices", "full,skip", "--gamma", "1"], "drop one"),
     (["--skip", "1,x", "--gamma", "1"], "such as 20,21,24"), (["--skip", "10", "--gamma", "1"], "from 0 to 9"),
     (["--skip", "-1,2", "--gamma", "1"], "--skip"), (["--skip", "2"], "--gamma"), (["--gamma", "2", "--method", "swift"], "drop one"),
     (["--tau", "0.5", "--method", "swift"], "drop one"), (["--gamma-max", "2", "--gamma", "2"], "drop one"),
@@ -415,9 +419,9 @@ def test_ctrl_c_keeps_what_was_printed(knapspec, monkeypatch):
             if len(printed) == 9:
                 raise KeyboardInterrupt
 
-    whole = knapspec("--max-new-tokens", "40", "--compare")[3]
+    whole = knapspec("--max-new-tokens", "20", "--compare")[3]
     monkeypatch.setattr(cli, "Printer", Interrupted)
-    status, out, err, result = knapspec("--max-new-tokens", "40", "--compare")
+    status, out, err, result = knapspec("--max-new-tokens", "20", "--compare")
     assert status == 130
     assert out == result["text"] + "\n" and whole["text"].startswith(result["text"]) and result["text"]
     assert result["stop_reason"] == "interrupted" and "baseline" not in result

@@ -143,7 +143,7 @@ class TableModel:
         logits = torch.randn(self.config.vocab_size, generator=rng) * 1.5
         return logits + torch.randn(self.config.vocab_size, generator=rng) * self.noise if drafting else logits
 
-    def __call__(self, tokens, cache, *, skip=frozenset(), capture=None, last=None):
+    def __call__(self, tokens, cache, *, skip=frozenset(), choices=None, capture=None, last=None):
         n, T = cache.length, tokens.size(0)
         cache.keys[0, 0, n : n + T, 0] = tokens.float()
         said = cache.keys[0, 0, : n + T, 0].int().tolist()
