@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import logging
 import math
 import os
 import platform
@@ -19,6 +20,7 @@ from pathlib import Path
 from profile import latency_model
 
 import torch
+from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from checkpoint import load
@@ -203,6 +205,9 @@ def run(args):
     prompt = read_prompt(args)
     if args.json:
         check_writable(Path(args.json))
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what failed in the end is told in our line
+    if args.quiet:
+        disable_progress_bars()
     clock = [time.perf_counter()]
     model, tokenizer = load(args.model, device=args.device, dtype=args.dtype, progress=not args.quiet)
     clock.append(time.perf_counter())

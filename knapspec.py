@@ -237,6 +237,7 @@ class KnapSpec(Planner):
         self.rejections, self.exposure = 1.4, 2.0
         # Which drafts are rejected grows in proportion to their 1 − confidence, summed here over those tried.
         self.missed, self.unsure = 0.0, 0.0
+        self.made, self.spent_s = 0.0, 0.0  # tokens of the latest drafting rounds, and what they cost by the present prices
 
     # What things cost now: the profile, corrected by what this run really took.
 
@@ -356,7 +357,9 @@ class KnapSpec(Planner):
         chance = math.prod(max(1 - risk * (1 - c), 0) for c in confidences) * plan.alpha
         verify_s = self.verify_s(n, L)
         price_s = self.draft_s(n, plan.skip_set, L, plan.choices) + verify_s[min(k + 1, self.gamma_max)] - verify_s[k]
-        return chance > plan.tokens_per_second * price_s
+        trust_s = 4 * verify_s[0]  # the plan's own rate counts as if it had been kept up for so long
+        rate = (self.made + plan.tokens_per_second * trust_s) / (self.spent_s + trust_s)
+        return chance > rate * price_s
 
     def observe(self, session, round):
         """Counts what was accepted, and corrects the profile by what the round took."""
@@ -368,9 +371,12 @@ class KnapSpec(Planner):
             self.exposure += tried * self.chosen.far
         self.missed += tried - round.accepted
         self.unsure += sum(1 - c for c in round.confidences[:tried])
+        n, L = round.position, session.model.config.n_layer
+        if round.drafted:
+            cost_s = round.drafted * self.draft_s(n, round.plan.skip_set, L, round.plan.choices) + self.verify_s(n, L)[round.drafted]
+            self.made, self.spent_s = 0.9 * self.made + round.accepted + 1, 0.9 * self.spent_s + cost_s
         if session.temperature > 0:  # plans must not depend on the clock: the same seed gives the same text
             return
-        n, L = round.position, session.model.config.n_layer
         self.speed += 0.1 * (round.verify_s / self.latency.verify(n, round.drafted + 1) - self.speed)
         if round.drafted:
             profiled_s = round.drafted * self.latency.draft(round.plan.skip_set, n, L, round.plan.choices)
