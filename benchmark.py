@@ -1,124 +1,19 @@
-"""Experiments around knapspec.py: checkpoints whose redundancy is known, and measurements against them.
+"""The command line of all experiments: `python benchmark.py COMMAND --help`. Each prints its table."""
 
-Each subcommand is a function that takes its arguments by keyword and can be used without the command line.
-"""
-
-import json
-import math
-import re
-import shutil
+import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
-
-import checkpoint
-from cli import Parser, say
-from model import Transformer
-
-# --- Planted checkpoints -------------------------------------------------------------------------------------------
-
-# Which of the four sublayers that a real layer becomes (attention, MLP, attention, MLP) hardly matter.
-_PLANTED = {"split": (1, 2), "blocks": (2, 3)}
-_COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "generation_config.json", "LICENSE",
-)  # fmt: skip
-
-
-def planted_items(kind, n_layer):
-    """The redundant items of a planted model of n_layer layers: the truth by which to judge what a method skips.
-
-    kind: "split" or "blocks". Skipping just these gives the model from which it was made. Returns a frozenset.
-    """
-    assert n_layer % 2 == 0, f"a planted model has an even number of layers, not {n_layer}"
-    return frozenset(4 * i + item for i in range(n_layer // 2) for item in _PLANTED[kind])
-
-
-def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
-    """Writes a checkpoint with known redundancy to the folder out: each layer of a real model becomes two.
-
-    Both layers of a pair hold the real layer's weights, but those in `planted_items(kind, ...)` add only epsilon
-    times what they would add. "split": the real attention with an epsilon MLP, then an epsilon attention with the
-    real MLP, so that no whole layer can be skipped. "blocks": the real layer, then a whole epsilon layer. model: a
-    folder, a Hub id, or None for the default model. The result is an ordinary Hugging Face folder in the model's
-    own dtypes. Raises ValueError if out exists and is not empty, and on what checkpoint.py does not load.
-    """
-    out = Path(out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty: pass a new folder as --out, or delete it first")
-    if not 0 <= epsilon <= 1:
-        raise ValueError(f"epsilon {epsilon} is not between 0 and 1: pass a small number such as 0.02")
-    model = checkpoint.default_model_folder(progress=progress) if model is None else model
-    fetch = checkpoint._fetcher(model)
-    raw = checkpoint._read_json(fetch("config.json"))
-    config = checkpoint.read_config(raw)
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
-    entries = checkpoint.find_tensors(fetch, expected, config.tied)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".unfinished-", ignore_cleanup_errors=True) as work:
-        made = Path(work, "model")
-        made.mkdir()
-        _write_planted(made / "model.safetensors", entries, planted_items(kind, 2 * config.n_layer), epsilon, progress)
-        source = Path(model).resolve().name if Path(model).is_dir() else model  # no path of this machine
-        origin = {"kind": kind, "epsilon": epsilon, "source": source}
-        (made / "config.json").write_text(json.dumps(_planted_config(raw) | {"knapspec_planted": origin}, indent=2), "utf-8")
-        for file in _COPIED:
-            if (path := fetch(file, required=False)) is not None:
-                shutil.copyfile(path, made / file)
-        if out.exists():
-            out.rmdir()  # empty; not every system renames onto a folder
-        made.rename(out)
-
-
-def _planted_config(raw):
-    """The config.json for twice as many layers; every key that counts or lists layers follows."""
-    planted = raw | {"num_hidden_layers": 2 * raw["num_hidden_layers"]}
-    if raw.get("max_window_layers") is not None:
-        planted["max_window_layers"] = 2 * raw["max_window_layers"]
-    if raw.get("layer_types"):
-        planted["layer_types"] = [kind for kind in raw["layer_types"] for _ in range(2)]
-    return planted
-
-
-def _write_planted(path, entries, redundant, epsilon, progress):
-    """Writes the tensors of a planted model as one safetensors file, holding one of them at a time.
-
-    entries: what checkpoint.find_tensors returns for the source. redundant: items whose output is scaled.
-    """
-    recipe = {}  # name -> (entry, factor)
-    for name, entry in entries.items():
-        if not (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
-            recipe[name] = entry, 1
-            continue
-        for layer in (2 * int(match[1]), 2 * int(match[1]) + 1):
-            writes = re.match(r"self_attn\.o_proj|mlp\.down_proj", match[2])  # what a sublayer adds comes from there, bias and all
-            item = 2 * layer + match[2].startswith("mlp")
-            recipe[f"model.layers.{layer}.{match[2]}"] = entry, epsilon if writes and item in redundant else 1
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, ((_, kind, shape, _), _) in recipe.items():
-        start, end = end, end + math.prod(shape) * checkpoint._DTYPES[kind].itemsize
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry, factor in tqdm(recipe.values(), desc="planting", unit="tensor", disable=not progress, leave=False):
-            ((_, tensor),) = checkpoint.read_tensors({"": entry}, "cpu", checkpoint._DTYPES[entry[1]], progress=False)
-            if factor != 1:
-                tensor.mul_(factor)
-            file.write(tensor.view(torch.uint8).numpy())
-
-
-# --- Command line --------------------------------------------------------------------------------------------------
-
-
-def _run_plant(arguments):
-    plant(arguments.out, kind=arguments.kind, model=arguments.model, epsilon=arguments.epsilon)
-    return f"{arguments.out} holds the planted model: python knapspec.py --model {arguments.out} …"
+import cli
+import evidence
+from baselines import PROMPTS
+from checkpoint import default_model_folder, fetcher, load, read_json
+from cli import Parser, number, say
+from comparison import read_prompts
+from planted import PLANTED, plant, planted_items
+from speed import ROWS, Bench, knapspec_options, knapspec_planner, speed, speed_table
+from sweep import contenders, sweep, sweep_table, told
 
 
 def main(argv=None):
@@ -139,12 +34,78 @@ def build_parser():
     parser = Parser(prog="benchmark.py", allow_abbrev=False, description="Measure KnapSpec, and make models to measure it on.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     command = commands.add_parser("plant", help="double a model's layers with sublayers that hardly matter")
-    command.add_argument("--kind", choices=sorted(_PLANTED), required=True, help="split: sublayers are redundant; blocks: whole layers are")
+    command.add_argument("--kind", choices=sorted(PLANTED), required=True, help="split: sublayers are redundant; blocks: whole layers are")
     command.add_argument("--out", required=True, metavar="FOLDER", help="where to write the planted model")
     command.add_argument("--model", metavar="FOLDER_OR_ID", help="the real model (default: SmolLM2-135M-Instruct)")
     command.add_argument("--epsilon", type=float, default=0.02, help="weight of the redundant sublayers (default: %(default)s)")
     command.set_defaults(run=_run_plant)
+
+    command = commands.add_parser("sweep", help="find the best fixed plan, skip set and gamma, by trying many")
+    command.add_argument("--model", metavar="FOLDER_OR_ID", help="default: SmolLM2-135M-Instruct")
+    command.add_argument("--limit", type=number(int, 1), default=4, metavar="N", help="use N prompts (default: %(default)s)")
+    command.add_argument("--max-new-tokens", type=number(int, 2), default=32, metavar="N", help="of each run (default: %(default)s)")
+    command.add_argument("--json", metavar="FILE", help="write every round to FILE")
+    command.set_defaults(run=_run_sweep)
+
+    command = commands.add_parser("speed", help="all numbers to reach, wanted and measured")
+    command.add_argument("--only", type=row_names, metavar="LIST", help=f"some of {','.join(ROWS)}")
+    command.add_argument("--quick", action="store_true", help="few and short runs: shows that all works, not how fast it is")
+    command.add_argument("--planted", metavar="FOLDER", help="where planted models are as `split` and `blocks`, or will be (default: for this run only)")
+    command.add_argument("--limit", type=number(int, 1), default=24, metavar="N", help="at most N prompts in a row (default: %(default)s)")
+    command.add_argument("--max-new-tokens", type=number(int, 2), default=128, metavar="N",
+                         help="of the runs beside plain decoding (default: %(default)s)")  # fmt: skip
+    command.add_argument("--json", metavar="FILE", help="write all results to FILE, each as soon as it is there")
+    command.add_argument("--resume", action="store_true", help="take from FILE what it already holds")
+    command.set_defaults(run=_run_speed)
+
+    evidence.add_subcommands(commands)
     return parser
+
+
+def row_names(text):
+    """An argparse type: names of rows with commas between."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ROWS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {','.join(ROWS)}")
+    return names
+
+
+def _run_plant(arguments):
+    plant(arguments.out, kind=arguments.kind, model=arguments.model, epsilon=arguments.epsilon)
+    return f"{arguments.out} holds the planted model: python knapspec.py --model {arguments.out} …"
+
+
+def _run_sweep(arguments):
+    if arguments.json:
+        cli.check_writable(Path(arguments.json))
+    name = default_model_folder() if arguments.model is None else arguments.model
+    model, tokenizer = load(name)
+    kind = read_json(fetcher(name)("config.json")).get("knapspec_planted", {}).get("kind")
+    texts = [text for _, text in read_prompts(PROMPTS)]
+    options, count = knapspec_options(arguments.max_new_tokens), min(arguments.limit, len(texts))
+    prompts = [cli.encode_prompt(options, texts[i * len(texts) // count], tokenizer, model.config) for i in range(count)]
+    _, latency = knapspec_planner(model, tokenizer, max(map(len, prompts)), arguments.max_new_tokens)
+    rounds = sweep(model, prompts, contenders(model, prompts[0], latency, kind=kind), max_new_tokens=arguments.max_new_tokens)
+    if arguments.json:
+        cli.write_json(Path(arguments.json), {"model": str(arguments.model), "planted": kind,
+                                              "rounds": [[told(*result) for result in results] for results in rounds]})  # fmt: skip
+    return sweep_table(rounds, model.config.n_layer, planted_items(kind, model.config.n_layer) if kind else frozenset())
+
+
+def _run_speed(arguments):
+    path = arguments.json and Path(arguments.json)
+    if path:
+        cli.check_writable(path)
+    elif arguments.resume:
+        raise ValueError("--resume continues the file that --json names: name it")
+    with tempfile.TemporaryDirectory() as work:
+        bench = Bench(arguments.planted or work, quick=arguments.quick, max_new_tokens=arguments.max_new_tokens,
+                      n_prompts=arguments.limit, path=path, resume=arguments.resume)  # fmt: skip
+        try:
+            return speed_table(speed(bench, arguments.only))
+        except KeyboardInterrupt:
+            say(speed_table(bench.results))
+            raise
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import default_model
+import speed
 from checkpoint import load, read_config
 from model import KVCache, Transformer, rope_frequencies
 from tokenizer import Tokenizer
@@ -229,16 +230,9 @@ def test_loading_never_holds_the_model_twice(tmp_path):
     weights = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in meta.items()}
     folder = write_folder(tmp_path / "m", config, weights)
     size = sum(tensor.numel() for tensor in weights.values()) * 4
-    # Not ru_maxrss: that begins with the peak of the process that started this one.
-    program = (
-        "import re, sys, checkpoint\n"
-        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
-        "before = peak(); checkpoint.load(sys.argv[1], device='cpu', progress=False); print(peak() - before)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], check=True, capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    assert int(run.stdout) <= 1.15 * size, f"{int(run.stdout) / size:.3f} times the weights' bytes"
+    found = speed.loading_bytes(folder, "float32")
+    assert found["weights_bytes"] == size
+    assert size <= found["added_bytes"] <= 1.15 * size, f"{found['added_bytes'] / size:.3f} times the weights' bytes"
 
 
 def test_progress_goes_to_standard_error_of_a_terminal(tmp_path, capfd, monkeypatch):

@@ -335,6 +335,14 @@ def test_captured_states_are_those_around_each_item(config, last):
     torch.testing.assert_close(states[2], states[1] + mlp(normed), rtol=1e-5, atol=1e-5)
 
 
+@every_config
+def test_float64_is_a_finer_float32(config):
+    tokens = random_tokens(9, config)
+    (_, fine), (_, usual) = (prefilled(random_model(config, dtype=dtype), tokens) for dtype in (torch.float64, torch.float32))
+    assert fine.dtype == torch.float64
+    torch.testing.assert_close(fine.float(), usual, rtol=1e-4, atol=1e-5)
+
+
 # --- The parts -------------------------------------------------------------------------------------------------------
 
 

@@ -69,20 +69,24 @@ class SimulatedMachine:
     """A model whose forwards, and sublayers run one by one on many rows, take what a LatencyModel says; nothing else does."""
 
     def __init__(self, model, latency, monkeypatch):
-        self.model, self.latency, self.now_s = model, latency, 0.0
+        self.simulated, self.latency, self.now_s = model, latency, 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
 
     def __getattr__(self, name):
-        return getattr(self.model, name)
+        return getattr(self.simulated, name)
 
     def __call__(self, tokens, cache, *, skip=frozenset(), **options):
         n, L = cache.length, self.config.n_layer
         self.now_s += self.latency.draft(skip, n, L) if skip else self.latency.verify(n, len(tokens))
-        return self.model(tokens, cache, skip=skip, **options)
+        return self.simulated(tokens, cache, skip=skip, **options)
 
     @property
     def sublayers(self):
-        return [self._timed(sublayer) for sublayer in self.model.sublayers]
+        return [self._timed(sublayer) for sublayer in self.simulated.sublayers]
+
+    def way(self, item, name):
+        function = self.simulated.way(item, name)
+        return function if item == -1 else self._timed(function)
 
     def _timed(self, sublayer):
         def run(x, context):

@@ -1,0 +1,106 @@
+"""Checkpoints whose redundancy is known: a real model with twice the layers, half of whose sublayers hardly matter."""
+
+import json
+import math
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+from model import Transformer
+
+# Which of the four sublayers that a real layer becomes (attention, MLP, attention, MLP) hardly matter.
+PLANTED = {"split": (1, 2), "blocks": (2, 3)}
+_COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "generation_config.json", "LICENSE",
+)  # fmt: skip
+
+
+def planted_items(kind, n_layer):
+    """The redundant items of a planted model of n_layer layers: the truth by which to judge what a method skips.
+
+    kind: "split" or "blocks". Skipping just these gives the model from which it was made. Returns a frozenset.
+    """
+    assert n_layer % 2 == 0, f"a planted model has an even number of layers, not {n_layer}"
+    return frozenset(4 * i + item for i in range(n_layer // 2) for item in PLANTED[kind])
+
+
+def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
+    """Writes a checkpoint with known redundancy to the folder out: each layer of a real model becomes two.
+
+    Both layers of a pair hold the real layer's weights, but those in `planted_items(kind, ...)` add only epsilon
+    times what they would add. "split": the real attention with an epsilon MLP, then an epsilon attention with the
+    real MLP, so that no whole layer can be skipped. "blocks": the real layer, then a whole epsilon layer. model: a
+    folder, a Hub id, or None for the default model. The result is an ordinary Hugging Face folder in the model's
+    own dtypes. Raises ValueError if out exists and is not empty, and on what checkpoint.py does not load.
+    """
+    out = Path(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not empty: pass a new folder as --out, or delete it first")
+    if not 0 <= epsilon <= 1:
+        raise ValueError(f"epsilon {epsilon} is not between 0 and 1: pass a small number such as 0.02")
+    model = checkpoint.default_model_folder(progress=progress) if model is None else model
+    fetch = checkpoint.fetcher(model)
+    raw = checkpoint.read_json(fetch("config.json"))
+    config = checkpoint.read_config(raw)
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
+    entries = checkpoint.find_tensors(fetch, expected, config.tied)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".unfinished-", ignore_cleanup_errors=True) as work:
+        made = Path(work, "model")
+        made.mkdir()
+        _write_planted(made / "model.safetensors", entries, planted_items(kind, 2 * config.n_layer), epsilon, progress)
+        source = Path(model).resolve().name if Path(model).is_dir() else model  # no path of this machine
+        origin = {"kind": kind, "epsilon": epsilon, "source": source}
+        (made / "config.json").write_text(json.dumps(_planted_config(raw) | {"knapspec_planted": origin}, indent=2), "utf-8")
+        for file in _COPIED:
+            if (path := fetch(file, required=False)) is not None:
+                shutil.copyfile(path, made / file)
+        if out.exists():
+            out.rmdir()  # empty; not every system renames onto a folder
+        made.rename(out)
+
+
+def _planted_config(raw):
+    """The config.json for twice as many layers; every key that counts or lists layers follows."""
+    planted = raw | {"num_hidden_layers": 2 * raw["num_hidden_layers"]}
+    if raw.get("max_window_layers") is not None:
+        planted["max_window_layers"] = 2 * raw["max_window_layers"]
+    if raw.get("layer_types"):
+        planted["layer_types"] = [kind for kind in raw["layer_types"] for _ in range(2)]
+    return planted
+
+
+def _write_planted(path, entries, redundant, epsilon, progress):
+    """Writes the tensors of a planted model as one safetensors file, holding one of them at a time.
+
+    entries: what checkpoint.find_tensors returns for the source. redundant: items whose output is scaled.
+    """
+    recipe = {}  # name -> (entry, factor)
+    for name, entry in entries.items():
+        if not (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
+            recipe[name] = entry, 1
+            continue
+        for layer in (2 * int(match[1]), 2 * int(match[1]) + 1):
+            writes = re.match(r"self_attn\.o_proj|mlp\.down_proj", match[2])  # what a sublayer adds comes from there, bias and all
+            item = 2 * layer + match[2].startswith("mlp")
+            recipe[f"model.layers.{layer}.{match[2]}"] = entry, epsilon if writes and item in redundant else 1
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, ((_, kind, shape, _), _) in recipe.items():
+        start, end = end, end + math.prod(shape) * checkpoint.DTYPES[kind].itemsize
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry, factor in tqdm(recipe.values(), desc="planting", unit="tensor", disable=None if progress else True, leave=False):
+            ((_, tensor),) = checkpoint.read_tensors({"": entry}, "cpu", checkpoint.DTYPES[entry[1]], progress=False)
+            if factor != 1:
+                tensor.mul_(factor)
+            file.write(tensor.view(torch.uint8).numpy())
