@@ -186,7 +186,8 @@ def test_rows_where_drafts_pay(monkeypatch, tmp_path, machine):
     assert best["skip_set"] and best["gamma"] in GAMMAS
     assert 0.001 < results["rows"]["planning"]["details"]["split"] < 0.2
     assert results["rows"]["rates"]["met"], results["rows"]["rates"]
-    assert max(results["rows"]["rates"]["details"]["mean_error"]) == pytest.approx(0.05)
+    errors = results["rows"]["rates"]["details"]["mean_error"]
+    assert pytest.approx(0.05) in errors and max(errors) <= 0.1
     error, of_split = results["rows"]["alpha"]["details"], runs["generation/split/question-sky"]
     measured = abs(of_split["expected"] - of_split["accepted"]) / of_split["tried"]
     assert error["while_drafting"] == pytest.approx((0.1 + 0.1 + measured) / 3)
