@@ -245,13 +245,7 @@ def window(model, latency, prompts, *, gamma=4, new_tokens=64, lead_in=32, progr
     errors = {(*view, alpha): [] for view in VIEWS for alpha in ("pooled", "share")}
     for prompt_ids in tqdm(prompts, desc="window", unit="prompt", disable=None if progress else True):
         start_ids = prompt_ids + generate(model, prompt_ids, max_new_tokens=lead_in).token_ids
-
-        @functools.cache
-        def accepted(skip_set):
-            plan = FixedPlanner(Plan(skip_set, gamma))
-            run = decode(model, start_ids, plan, max_new_tokens=new_tokens)  # noqa: B023
-            return run["accepted"] / run["tried"]
-
+        accepted = functools.cache(functools.partial(share_accepted, model, start_ids, gamma=gamma, new_tokens=new_tokens))
         look = functools.partial(_plannings_and_views, latency=latency)
         found, judged = probe(model, start_ids, look, window=max(W for W, _ in VIEWS))
         for name, plan_s, skip_sets in found:
@@ -262,11 +256,16 @@ def window(model, latency, prompts, *, gamma=4, new_tokens=64, lead_in=32, progr
             alphas = {"pooled": pooled_alphas(pairs), "share": [1 - rejected for _, rejected in pairs]}
             for alpha, values in alphas.items():
                 errors[*view, alpha] += [abs(value - accepted(s)) for value, s in zip(values, skip_sets)]
-    return {
-        "plannings": [{"planning": name, **{key: median(values) for key, values in lists.items()}} for name, lists in plannings.items()],
-        "alphas": [{"window": W, "own_window": own, "alpha": alpha, "error": statistics.mean(values) if values else None}
-                   for (W, own, alpha), values in errors.items()],
-    }  # fmt: skip
+    rows = [{"planning": name, **{key: median(values) for key, values in lists.items()}} for name, lists in plannings.items()]
+    alphas = [{"window": W, "own_window": own_window, "alpha": alpha, "error": statistics.mean(values) if values else None}
+              for (W, own_window, alpha), values in errors.items()]  # fmt: skip
+    return {"plannings": rows, "alphas": alphas}
+
+
+def share_accepted(model, prompt_ids, skip_set, *, gamma, new_tokens):
+    """The chance that a draft without skip_set is accepted, counted over a text."""
+    run = decode(model, prompt_ids, FixedPlanner(Plan(skip_set, gamma)), max_new_tokens=new_tokens)
+    return run["accepted"] / run["tried"]
 
 
 def _plannings_and_views(session, latency):
@@ -288,7 +287,8 @@ def speedup(latency, skip_set, alpha, n, n_layer, gamma_max=DEFAULTS["gamma_max"
 
 
 def window_table(result):
-    rows = [[row["planning"], f"{row['plan_s']:.3f}", f"{row['skip_sets']:.0f}", f"{row['worth']:.2f}"] for row in result["plannings"]]
+    forms = {"planning": "{}", "plan_s": "{:.3f}", "skip_sets": "{:.0f}", "worth": "{:.2f}"}
+    rows = [[form.format(row[key]) for key, form in forms.items()] for row in result["plannings"]]
     lines = table(["planning", "seconds", "skip sets", "worth"], rows)
     errors = {(row["window"], row["own_window"], row["alpha"]): shown(row["error"], "{:.3f}") for row in result["alphas"]}
     columns = [(own, alpha) for alpha in ("pooled", "share") for own in (False, True)]
