@@ -133,9 +133,10 @@ def test_full_price_predicts_a_simulated_machine_and_the_paper_s_does_not(machin
     assert len(result["points"]) == 2 * 2 * 2
     rows = {(row["predictor"], row["alpha"]): row for row in result["rows"]}
     full, paper = rows["tpt", "measured"], rows["paper_tpt", "measured"]
-    assert full["pearson"]["all"] > 0.97 and set(full["pearson"]) == {"32", "96", "all"}
-    assert full["error"] < 0.06 and full["speedup_error"] < 0.06 < paper["error"]
-    assert full["pearson"]["all"] > rows["acceptance_rate", "measured"]["pearson"]["all"]
+    assert full["pearson"]["all"] > 0.97 and list(full["pearson"]) == ["32", "96", "all", "speed-up"]
+    assert full["error"] < 0.06 and full["speedup_error"] < 0.06
+    for key in ("all", "speed-up"):
+        assert full["pearson"][key] > max(paper["pearson"][key], rows["acceptance_rate", "measured"]["pearson"][key])
     for point in result["points"]:
         assert point["speedup"] == pytest.approx(point["tokens_per_second"] / point["plain"], rel=0.02)
     plan = Plan(frozenset(point["skip_set"]), point["gamma"])
