@@ -352,9 +352,9 @@ def report(title, state, n_layer):
     settings = state["settings"]
     sampled = settings["temperature"] > 0
     how = f"temperature {settings['temperature']}, top-p {settings['top_p']}" if sampled else "greedy"
+    count = f"Prompts: {settings['prompts']}; repeats: {settings['repeats']}; new tokens: up to {settings['max_new_tokens']}"
     notes = (
-        f"Prompts: {settings['prompts']}; repeats: {settings['repeats']}; new tokens: up to {settings['max_new_tokens']}, {how}. "
-        "Tokens/s: median, behind the first token, planning included. Speed-up: over the plain run beside it, median "
-        f"(quartiles). Skipped: of {n_layer} each, mean over drafted tokens."
+        f"{count}, {how}. Tokens/s: median, behind the first token, planning included. Speed-up: over the plain run "
+        f"beside it, median (quartiles). Skipped: of {n_layer} each, mean over drafted tokens."
     )
     return "\n".join([*lines, *table(columns, rows), "", notes])

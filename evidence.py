@@ -158,7 +158,7 @@ def tpt(model, latency, text_ids, *, contexts, gammas, skip_sets=6, new_tokens=6
 
 def _worth(points, source, name):
     """One predictor: its correlations with tokens per second, by context and over all, and how far it is off."""
-    row = {"predictor": name, "alpha": source, "pearson": {}}
+    row = {"predictor": name, "label": PREDICTORS[name], "alpha": source, "pearson": {}}
     for n in (*sorted({p["context"] for p in points}), "all"):
         some = [p for p in points if n in (p["context"], "all")]
         row["pearson"][str(n)] = pearson([p[source][name] for p in some], [p["tokens_per_second"] for p in some])
@@ -166,8 +166,9 @@ def _worth(points, source, name):
     speedups = [p["speedup"] for p in points]
     predicted = [p[source][name] / (p["plain"] if name in ("tpt", "paper_tpt") else 1) for p in points]
     row["pearson"]["speed-up"] = pearson(predicted, speedups)
-    if name == "tpt":
+    if name in ("tpt", "paper_tpt"):
         row["error"] = statistics.mean(abs(p[source][name] / p["tokens_per_second"] - 1) for p in points)
+    if name == "tpt":
         row["speedup_error"] = statistics.mean(abs(x / y - 1) for x, y in zip(predicted, speedups))
     return row
 
@@ -178,15 +179,14 @@ def tpt_table(result):
     rows = []
     for row in result["rows"]:
         cells = [*(shown(row["pearson"][n], "{:.3f}") for n in lengths), shown(row.get("error"), "{:.1%}")]
-        rows.append([PREDICTORS[row["predictor"]], row["alpha"], *cells, shown(row.get("speedup_error"), "{:.1%}")])
+        rows.append([row["label"], row["alpha"], *cells, shown(row.get("speedup_error"), "{:.1%}")])
     points = result["points"]
     errors = {kind: statistics.mean(abs(p["alpha"] - p["expected_alpha"]) for p in points if p["kind"] == kind)
               for kind in ("knapsack", "random")}  # fmt: skip
     notes = (
         f"{len(points)} settings. Pearson: with measured tokens/s, by context and over all, and with the speed-up over the "
-        f"plain run beside it. α: measured in the setting itself, or expected from the "
-        f"window before it; the two differ by {errors['knapsack']:.3f} for the knapsack's skip sets and by "
-        f"{errors['random']:.3f} for random ones (means)."
+        f"plain run beside it. α: measured in the setting itself, or expected from the window before it; the two differ by "
+        f"{errors['knapsack']:.3f} for the knapsack's skip sets and by {errors['random']:.3f} for random ones (means)."
     )
     return [*table(columns, rows), "", notes]
 
@@ -194,13 +194,13 @@ def tpt_table(result):
 # --- 3. context: latencies and plans as the context grows ------------------------------------------------------------
 
 
-def context(model, latency, text_ids, *, contexts, new_tokens=64, repeats=1, progress=True):
+def context(model, latency, text_ids, *, contexts, new_tokens=64, repeats=1, budget=DEFAULTS["budget"], progress=True):
     """At each context length: fitted latencies against those measured there, what KnapSpec skips, and its speed-up."""
     L, rows = model.config.n_layer, []
     for n in tqdm(contexts, desc="context", unit="length", disable=None if progress else True):
         here = measure(model, context_lengths=[n], gamma_max=0)
         run = functools.partial(decode, model, text_ids[:n], max_new_tokens=new_tokens)
-        others = {"knapspec": functools.partial(run, KnapSpec(latency))}
+        others = {"knapspec": functools.partial(run, KnapSpec(latency, budget=budget))}
         runs = list(paired(functools.partial(run, Planner()), others, repeats=repeats))
         total = {key: sum(r[key] for r in runs) for key in ("drafted", "accepted", "skipped_attention", "skipped_mlp")}
         rows.append({
@@ -240,10 +240,10 @@ VIEWS = [(W, own_window) for W in (4, 8, 16, 32) for own_window in (False, True)
 def window(model, latency, prompts, *, gamma=4, new_tokens=64, lead_in=32, progress=True):
     """What a planning costs and finds under each of PLANNINGS, and how well a window's α's agree with what is accepted.
 
-    prompts: lists of ids; planning comes `lead_in` tokens later. "worth": the speed-up, at full price and with the share
-    of drafts that is then really accepted, of the best of up to three skip sets found. For the α's the same six skip
-    sets are judged through windows of each size, where a token sees the target's keys of the window's earlier tokens, as
-    in the knapsack, or the draft's own; α is KnapSpec's pooled one, or the share of the window's tokens that agree.
+    prompts: lists of ids; planning comes `lead_in` tokens later. "worth": the speed-up, at full price, of the skip set
+    that KnapSpec then chooses, with the share of its drafts that is really accepted. For the α's the same six skip sets
+    are judged through windows of each size, where a token sees the target's keys of the window's earlier tokens, as in
+    the knapsack, or the draft's own; α is KnapSpec's pooled one, or the share of the window's tokens that agree.
     """
     plannings = {name: {"plan_s": [], "skip_sets": [], "worth": []} for name in PLANNINGS}
     errors = {(*view, alpha): [] for view in VIEWS for alpha in ("pooled", "share")}
@@ -252,15 +252,15 @@ def window(model, latency, prompts, *, gamma=4, new_tokens=64, lead_in=32, progr
         accepted = functools.cache(functools.partial(share_accepted, model, start_ids, gamma=gamma, new_tokens=new_tokens))
         look = functools.partial(_plannings_and_views, latency=latency)
         found, judged = probe(model, start_ids, look, window=max(W for W, _ in VIEWS))
-        for name, plan_s, skip_sets in found:
-            worth = [speedup(latency, s, accepted(s), len(start_ids), model.config.n_layer) for s in spread(skip_sets, 3)]
-            for key, value in (("plan_s", plan_s), ("skip_sets", len(skip_sets)), ("worth", max(worth, default=1.0))):
+        for name, plan_s, count, chosen in found:
+            worth = speedup(latency, chosen, accepted(chosen), len(start_ids), model.config.n_layer) if chosen else 1.0
+            for key, value in (("plan_s", plan_s), ("skip_sets", count), ("worth", worth)):
                 plannings[name][key].append(value)
         for view, skip_sets, pairs in judged:
             alphas = {"pooled": pooled_alphas(pairs), "share": [1 - rejected for _, rejected in pairs]}
             for alpha, values in alphas.items():
                 errors[*view, alpha] += [abs(value - accepted(s)) for value, s in zip(values, skip_sets)]
-    rows = [{"planning": name, **{key: median(values) for key, values in lists.items()}} for name, lists in plannings.items()]
+    rows = [{"planning": name} | {key: median(values) for key, values in lists.items()} for name, lists in plannings.items()]
     alphas = [{"window": W, "own_window": own_window, "alpha": alpha, "error": statistics.mean(values) if values else None}
               for (W, own_window, alpha), values in errors.items()]  # fmt: skip
     return {"plannings": rows, "alphas": alphas}
@@ -273,13 +273,13 @@ def share_accepted(model, prompt_ids, skip_set, *, gamma, new_tokens):
 
 
 def _plannings_and_views(session, latency):
-    """[(name, seconds, skip sets)] of PLANNINGS, and [(view, the same six skip sets, their judgement)] of VIEWS."""
+    """[(name, seconds, skip sets found, the one chosen)] of PLANNINGS, [(view, six skip sets, their judgement)] of VIEWS."""
     every = [candidate.skip_set for candidate in planned(session, latency, max_branches=None).candidates]
     found = []
     for name, keywords in PLANNINGS.items():
         start_s = time.perf_counter()
         planner = planned(session, latency, **keywords)
-        found.append((name, time.perf_counter() - start_s, [candidate.skip_set for candidate in planner.candidates]))
+        found.append((name, time.perf_counter() - start_s, len(planner.candidates), planner.current.skip_set))
     same = spread(every, 6)
     return found, [((W, own), same, [judge(session, s, W, own) for s in same]) for W, own in VIEWS]
 
@@ -299,8 +299,8 @@ def window_table(result):
     names = [f"{alpha}, {'own' if own else 'target'} keys" for own, alpha in columns]
     rows = [[f"window {W}", *(errors[W, own, alpha] for own, alpha in columns)] for W in sorted({W for W, _ in VIEWS})]
     notes = (
-        "Worth: speed-up at full price of the best skip set found, with what is really accepted of it. Below: mean distance "
-        "of α from the share of tried drafts that is really accepted, over the same skip sets."
+        "Worth: speed-up at full price of the skip set chosen, with what is really accepted of it. Below: mean distance of α "
+        "from the share of tried drafts that is really accepted, over the same skip sets."
     )
     return [*lines, "", notes, "", *table(["α from", *names], rows)]
 
@@ -310,7 +310,8 @@ def window_table(result):
 
 def _prepare(arguments):
     """Checks all that can be checked before the work, then loads -> model, tokenizer, [(id, text)]. Raises ValueError."""
-    prompts = comparison.read_prompts(arguments.prompts)[: arguments.limit]
+    prompts = comparison.read_prompts(arguments.prompts)
+    prompts = spread(prompts, arguments.limit or len(prompts))
     if arguments.json:
         check_writable(Path(arguments.json))
     if arguments.plot:
@@ -366,7 +367,8 @@ def _report(arguments, model, result, lines, lengths):
 
 
 def _given(arguments):
-    names = ("experiment", "contexts", "max_context", "gammas", "skip_sets", "max_new_tokens", "repeats", "limit", "seed")
+    names = ("experiment", "contexts", "max_context", "budget", "gammas", "skip_sets", "max_new_tokens", "repeats", "limit",
+             "seed")  # fmt: skip
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
@@ -391,7 +393,7 @@ def _run_context(arguments):
         raise ValueError(f"no room for {arguments.max_new_tokens} new tokens in a context of {longest}: pass fewer")
     contexts = [128 << i for i in range(32) if 128 << i < last] + [last]
     result = context(model, _latency(model, longest), _text_ids(tokenizer, prompts, longest), contexts=contexts,
-                     new_tokens=arguments.max_new_tokens, repeats=arguments.repeats)  # fmt: skip
+                     new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, budget=arguments.budget)  # fmt: skip
     return _report(arguments, model, result, context_table(result), [contexts[0], longest])
 
 
@@ -444,6 +446,8 @@ def add_subcommands(commands):
     add("--skip-sets", type=number(int, 2), default=6, metavar="N", help="half found, half random (default: %(default)s)")
     add = _add_command(commands, "context", "latencies, plans and speed-up as contexts grow", _run_context, new_tokens=128)
     add("--max-context", type=number(int, 2), metavar="N", help="default: the model's limit")
+    add("--budget", type=number(float, 0, 1), default=DEFAULTS["budget"], metavar="X",
+        help="largest share of the sublayers' time that a draft may save (default: %(default)s)")  # fmt: skip
     add = _add_command(commands, "window", "what a planning costs, and how well it knows α", _run_window, new_tokens=64)
     add("--raw", action="store_true", help="no chat template: continue the prompts as they stand")
 
@@ -455,7 +459,7 @@ def _add_command(commands, name, text, run, *, new_tokens):
     add = command.add_argument
     add("--model", metavar="NAME", help="folder or Hugging Face Hub id (default: SmolLM2-135M-Instruct)")
     add("--prompts", default=PROMPTS, metavar="FILE", help="JSON lines with `prompt`, `text` or `turns`; or a text")
-    add("--limit", type=number(int, 1), metavar="N", help="only the first N prompts")
+    add("--limit", type=number(int, 1), metavar="N", help="only N of the prompts, evenly spread")
     add("--max-new-tokens", type=number(int, 3), default=new_tokens, metavar="N", help="default: %(default)s")
     if name != "window":
         add("--repeats", type=number(int, 1), default=1, metavar="N", help="runs of each kind (default: %(default)s)")

@@ -16,20 +16,20 @@ def check(path):
 
 
 @contextlib.contextmanager
-def figure(path, columns):
-    """So many axes side by side; afterwards they are written to path."""
+def figure(path, rows, columns):
+    """The axes of so many rows and columns, as a list; afterwards they are written to path."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(5.5 * columns, 4), layout="constrained")
-    yield drawn.subplots(1, columns, squeeze=False)[0]
-    drawn.savefig(path, dpi=150)
+    drawn = Figure(figsize=(4.5 * columns, 3.5 * rows), layout="constrained")
+    yield list(drawn.subplots(rows, columns, squeeze=False).flat)
+    drawn.savefig(path, dpi=120)
 
 
 def comparison(state, path):
     """The speed-up of each method: a dot for each run, a bar for the median."""
     rows = [row for row in reversed(state["rows"]) if row["speedup"] is not None]
     runs = [run for prompt in state["prompts"] for run in prompt["runs"] if run["speedup"] is not None]
-    with figure(path, 1) as (axes,):
+    with figure(path, 1, 1) as (axes,):
         axes.barh([row["method"] for row in rows], [row["speedup"] for row in rows], color="tab:blue", alpha=0.4)
         axes.plot([run["speedup"] for run in runs], [run["method"] for run in runs], ".", color="tab:blue", markersize=3)
         axes.axvline(1, color="black", linewidth=1)
@@ -39,7 +39,7 @@ def comparison(state, path):
 def tpt(result, path):
     """Measured tokens per second over what each predictor says, with the α measured in each setting."""
     rows = [row for row in result["rows"] if row["alpha"] == "measured"]
-    with figure(path, len(rows)) as every:
+    with figure(path, 2, 2) as every:
         for axes, row in zip(every, rows):
             for n in sorted({point["context"] for point in result["points"]}):
                 points = [point for point in result["points"] if point["context"] == n]
@@ -47,9 +47,7 @@ def tpt(result, path):
                 measured = [point["tokens_per_second"] for point in points]
                 axes.plot(predicted, measured, "o", markersize=4, label=f"context {n}")
             r = row["pearson"]["all"]
-            axes.set_title(f"{row['predictor']}: Pearson " + ("unknown" if r is None else f"{r:.3f}"))
-            axes.set_xlabel(row["predictor"])
-        every[0].set_ylabel("measured tokens/s")
+            axes.set(xlabel=row["label"], ylabel="measured tokens/s", title="" if r is None else f"Pearson {r:.3f}")
         every[0].legend()
 
 
@@ -57,7 +55,7 @@ def context(result, path):
     """Over the context length: latencies, the shares that are skipped, the speed-up."""
     rows = result["rows"]
     lengths = [row["context"] for row in rows]
-    with figure(path, 3) as (latencies, shares, speedups):
+    with figure(path, 1, 3) as (latencies, shares, speedups):
         for key, color in (("attention", "tab:orange"), ("mlp", "tab:blue")):
             for source, form in (("fitted", "-"), ("measured", "o")):
                 ms = [1e3 * row[f"{source}_s"][key] for row in rows]
@@ -70,18 +68,20 @@ def context(result, path):
             axes.set(xscale="log", xlabel="context, tokens", ylabel=label)
             axes.set_xticks(lengths, map(str, lengths))
             axes.minorticks_off()
+        latencies.set_ylim(bottom=0)
+        shares.set_ylim(0, 1)
         latencies.legend()
         shares.legend()
 
 
 def window(result, path):
     """What each planning finds over the time it takes, and the error of α over the size of the window."""
-    with figure(path, 2) as (plannings, alphas):
+    with figure(path, 1, 2) as (plannings, alphas):
         for row in result["plannings"]:
             at = row["plan_s"], row["worth"]
             plannings.plot(*at, "o", color="tab:blue")
             plannings.annotate(row["planning"], at, xytext=(4, 4), textcoords="offset points", fontsize=8)
-        plannings.set(xscale="log", xlabel="seconds per planning", ylabel="speed-up of the best skip set found")
+        plannings.set(xscale="log", xlabel="seconds per planning", ylabel="speed-up of what it chooses")
         for alpha, color in (("pooled", "tab:blue"), ("share", "tab:orange")):
             for own, form in ((False, "o-"), (True, "s--")):
                 rows = [row for row in result["alphas"] if (row["alpha"], row["own_window"]) == (alpha, own)]

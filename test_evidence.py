@@ -94,6 +94,7 @@ def test_nothing_skipped_is_judged_perfect_and_own_keys_change_the_judgement():
 def test_spread_takes_some_of_a_list():
     assert spread(list(range(9)), 3) == [1, 4, 7]
     assert spread([5], 3) == [5] and spread([], 3) == []
+    assert spread([3, 1, 2], 3) == [3, 1, 2]
 
 
 def test_pearson():

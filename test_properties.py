@@ -43,7 +43,7 @@ ROPES = [
 @st.composite
 def models(draw):
     """A random model of a random configuration; in some the inner layers hardly matter, so that drafts are right."""
-    n_layer, n_kv_head = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3]))
+    n_layer, n_kv_head = draw(st.sampled_from([3, 5, 4, 2, 1])), draw(st.sampled_from([2, 1, 3]))
     booleans = {name: draw(st.booleans()) for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied")}
     config = tiny_config(
         n_layer=n_layer,
@@ -51,12 +51,12 @@ def models(draw):
         n_head=n_kv_head * draw(st.sampled_from([1, 2, 3])),
         head_dim=draw(st.sampled_from([2, 4, 6, 16])),
         hidden_size=draw(st.sampled_from([6, 16, 20])),
-        vocab_size=draw(st.sampled_from([2, 3, 40, 200])),
+        vocab_size=draw(st.sampled_from([40, 200, 3, 2])),
         rope_scaling=draw(st.sampled_from(ROPES)),
         max_position=draw(st.sampled_from([64, 90, 400])),
         **booleans,
     )
-    epsilon = draw(st.sampled_from([1.0, 1.0, 0.2, 0.02]))
+    epsilon = draw(st.sampled_from([0.2, 1.0, 0.02]))
     return random_model(config, seed=draw(st.integers(0, 10**6)), faint=range(2, 2 * n_layer - 2), epsilon=epsilon)
 
 
@@ -70,18 +70,19 @@ def prompts(draw, config, most=60):
 def planners(draw, config):
     """A planner that drafts: the same plan always, another one each round, or KnapSpec's where drafts look cheap."""
     L, seed = config.n_layer, draw(st.integers(0, 10**6))
-    kind = draw(st.sampled_from(["fixed", "restless", "knapspec"]))
+    kind = draw(st.sampled_from(["restless", "fixed", "knapspec"] if L > 2 else ["restless", "fixed"]))
     if kind == "fixed":
-        return FixedPlanner(Plan(draw(st.frozensets(st.integers(0, 2 * L - 1))), draw(st.integers(0, 12))))
+        skip_set = draw(st.frozensets(st.integers(0, 2 * L - 1), max_size=draw(st.sampled_from([2, 1, 2 * L]))))
+        return FixedPlanner(Plan(skip_set, draw(st.sampled_from([4, 1, 2, 12, 0]))))
     if kind == "restless":
-        return Restless(seed, gamma_max=draw(st.integers(0, 12)), window=draw(st.sampled_from([0, 1, 5])))
+        return Restless(seed, gamma_max=draw(st.sampled_from([4, 1, 2, 12])), window=draw(st.sampled_from([0, 1, 5])))
     options = {
         "stop": draw(st.sampled_from(["fixed", "confidence", "renewal"])),
         "window": draw(st.integers(1, 9)),
         "interval": draw(st.integers(1, 6)),
         "tau": draw(st.sampled_from([-1.0, 0.5])),
         "budget": draw(st.sampled_from([0.3, 0.9])),
-        "gamma_max": draw(st.integers(1, 12)),
+        "gamma_max": draw(st.sampled_from([4, 1, 2, 12])),
         "max_branches": draw(st.sampled_from([None, 1, 8])),
         "layers": draw(st.booleans()),
     }
@@ -92,8 +93,9 @@ def planners(draw, config):
 def test_every_planner_leads_to_the_plain_text(data):
     model = data.draw(models(), "model")
     prompt, planner = data.draw(prompts(model.config), "prompt"), data.draw(planners(model.config), "planner")
-    count = data.draw(st.integers(0, 40), "max_new_tokens")
-    eos_ids = data.draw(st.frozensets(st.integers(0, model.config.vocab_size - 1), max_size=2), "eos_ids")
+    count = data.draw(st.sampled_from([40, 60, 20, 10, 3, 2, 1, 0]), "max_new_tokens")
+    ends = [generate(model, prompt, max_new_tokens=1).token_ids[0], data.draw(st.integers(0, model.config.vocab_size - 1), "end")]
+    eos_ids = data.draw(st.sampled_from([frozenset(), frozenset(ends[1:]), frozenset(), frozenset(ends[1:]), frozenset(ends)]), "eos_ids")
     plain = generate(model, prompt, max_new_tokens=count, eos_ids=eos_ids)
     shown = []
     with pytest.MonkeyPatch.context() as patch:  # on a clock of its own: the planner decides alike each time
@@ -106,7 +108,8 @@ def test_every_planner_leads_to_the_plain_text(data):
     if shown:
         corrections = found.rounds - (shown[-1] in eos_ids)  # a round that ends with a drafted end-of-text has none
         assert corrections <= len(shown) - 1 - found.accepted <= found.rounds
-    hypothesis.event("some drafts accepted, some rejected" if 0 < found.accepted < found.drafted else "all or none")
+    accepted = "no drafts" if not found.drafted else {0: "none", found.drafted: "all"}.get(found.accepted, "some")
+    hypothesis.event(f"accepted: {accepted}")
 
 
 @given(st.data())
