@@ -9,6 +9,7 @@ import functools
 import json
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from profile import device_name
 
@@ -83,16 +84,19 @@ def decode(model, prompt_ids, planner, *, seed=0, **options):
     """generate() with its options -> the run: new token ids, tokens per second, seconds, counts.
 
     tried: drafted tokens up to and including the first that was rejected, so that accepted / tried is the chance that
-    one is accepted. skipped_attention, skipped_mlp: sublayers left out, summed over the drafted tokens. search_s: a
-    part of the seconds for planning.
+    one is accepted. used: {"attention" or "mlp": {choice: sublayers, summed over the drafted tokens}}. search_s: a part
+    of the seconds for planning.
     """
     recorder, searched_s = Recorder(planner), getattr(planner, "search_s", 0.0)
     generation = generate(model, prompt_ids, planner=recorder, rng=torch.Generator().manual_seed(seed), **options)
     run = {name: getattr(generation, name) for name in ("token_ids", "seconds", "rounds", "drafted", "accepted")}
     run |= {"new_tokens": len(generation.token_ids), "tokens_per_second": rate(generation)}
     run["tried"] = sum(min(r.accepted + 1, r.drafted) for r in recorder.rounds)
-    for kind, name in enumerate(("skipped_attention", "skipped_mlp")):
-        run[name] = sum(r.drafted * sum(item % 2 == kind for item in r.plan.skip_set) for r in recorder.rounds)
+    run["used"] = {"attention": Counter(), "mlp": Counter()}
+    for r in recorder.rounds:
+        for item in range(2 * model.config.n_layer if r.drafted else 0):
+            choice = "skip" if item in r.plan.skip_set else r.plan.choices[item] if r.plan.choices else "full"
+            run["used"]["mlp" if item % 2 else "attention"][choice] += r.drafted
     return run | {"search_s": getattr(planner, "search_s", 0.0) - searched_s}
 
 
@@ -188,12 +192,12 @@ def summary(name, state):
         row["identical"] = [sum(run["identical"] for run in runs), len(runs)]
     if "rounds" not in runs[0]:  # transformers does not tell
         return row
-    total = {key: sum(run[key] for run in runs) for key in
-             ("new_tokens", "rounds", "drafted", "accepted", "skipped_attention", "skipped_mlp", "search_s")}  # fmt: skip
+    total = {key: sum(run[key] for run in runs) for key in ("new_tokens", "rounds", "drafted", "accepted", "search_s")}
     seconds = {key: sum(run["seconds"][key] for run in runs) for key in ("plan", "prefill", "total")}
     if total["drafted"]:
         row["acceptance_rate"] = total["accepted"] / total["drafted"]
-        row |= {key: total[key] / total["drafted"] for key in ("skipped_attention", "skipped_mlp")}
+        for kind in ("attention", "mlp"):
+            row[f"skipped_{kind}"] = sum(run["used"][kind].get("skip", 0) for run in runs) / total["drafted"]
     if total["rounds"]:
         row["tokens_per_round"] = (total["new_tokens"] - len(runs)) / total["rounds"]
         row["plan_share"] = (seconds["plan"] - total["search_s"]) / (seconds["total"] - seconds["prefill"])

@@ -1,7 +1,7 @@
 """The paper's evidence on any model and machine: experiments on KnapSpec's predictions, and the command line of them all.
 
-Read it from top to bottom: how the knapsack's window judges a draft; tpt, context and window, each a function of its
-settings that returns what its JSON file holds, with its table; the subcommands of `benchmark.py`, to which those of
+Read it from top to bottom: how the knapsack's window judges a draft; tpt, context, choices and window, each a function
+of its settings that returns what its JSON file holds, with its table; the subcommands of `benchmark.py`, to which those of
 comparison.py belong: compare, decouple, cost, tau, stop.
 """
 
@@ -28,6 +28,7 @@ from cli import DEFAULTS, check_writable, encode_prompt, number, write_json
 from comparison import decode, heading, median, paired, shown, table
 from decoding import FixedPlanner, Plan, Planner, generate, sampling_probs
 from knapspec import Branches, KnapSpec, distance, expected_tokens, tokens_per_time
+from model import KVCache
 
 # --- 1. A window's judgement -----------------------------------------------------------------------------------------
 
@@ -193,6 +194,9 @@ def tpt_table(result):
 
 # --- 3. context: latencies and plans as the context grows ------------------------------------------------------------
 
+CHOICES = "full", "int8", "window", "skip"
+SPEEDS = {"acceptance_rate": "{:.0%}", "tokens_per_second": "{:.1f}", "speedup": "{:.2f}"}  # columns and their form
+
 
 def context(model, latency, text_ids, *, contexts, new_tokens=64, repeats=1, budget=DEFAULTS["budget"], progress=True):
     """At each context length: fitted latencies against those measured there, what KnapSpec skips, and its speed-up."""
@@ -202,17 +206,22 @@ def context(model, latency, text_ids, *, contexts, new_tokens=64, repeats=1, bud
         run = functools.partial(decode, model, text_ids[:n], max_new_tokens=new_tokens)
         others = {"knapspec": functools.partial(run, KnapSpec(latency, budget=budget))}
         runs = list(paired(functools.partial(run, Planner()), others, repeats=repeats))
-        total = {key: sum(r[key] for r in runs) for key in ("drafted", "accepted", "skipped_attention", "skipped_mlp")}
         rows.append({
             "context": n,
             "fitted_s": {"attention": latency.attention(n), "mlp": latency.mlp(), "step": latency.verify(n, 1)},
             "measured_s": {"attention": here.attention(n), "mlp": here.mlp(), "step": here.verify(n, 1)},
-            # Shares of all attention and of all MLPs, mean over drafted tokens: 0 where the planner did not draft.
-            **{key: total[key] / (L * max(total["drafted"], 1)) for key in ("skipped_attention", "skipped_mlp")},
-            "acceptance_rate": total["accepted"] / total["drafted"] if total["drafted"] else None,
-            **{key: median(r[key] for r in runs) for key in ("tokens_per_second", "speedup")},
+            **_drafts(runs, L),
         })  # fmt: skip
     return {"rows": rows}
+
+
+def _drafts(runs, n_layer):
+    """Speed of some runs, and what their drafts were made of: shares of all attention and of all MLPs, by choice."""
+    drafted, accepted = (sum(run[key] for run in runs) for key in ("drafted", "accepted"))
+    shares = {kind: {choice: sum(run["used"][kind].get(choice, 0) for run in runs) / (n_layer * max(drafted, 1))
+                     for choice in CHOICES} for kind in ("attention", "mlp")}  # fmt: skip
+    rates = {key: median(run[key] for run in runs) for key in ("tokens_per_second", "speedup")}
+    return {"shares": shares, "acceptance_rate": accepted / drafted if drafted else None, **rates}
 
 
 def context_table(result):
@@ -220,14 +229,79 @@ def context_table(result):
     rows = []
     for row in result["rows"]:
         times = [(1e3 * row["fitted_s"][key], 1e3 * row["measured_s"][key]) for key in ("attention", "mlp", "step")]
-        shares = [shown(row[key], "{:.0%}") for key in ("skipped_attention", "skipped_mlp", "acceptance_rate")]
-        speeds = [shown(row["tokens_per_second"], "{:.1f}"), shown(row["speedup"], "{:.2f}")]
-        rows.append([row["context"], *("{:.2f} / {:.2f}".format(*pair) for pair in times), *shares, *speeds])
+        skipped = [shown(row["shares"][kind]["skip"], "{:.0%}") for kind in ("attention", "mlp")]
+        speeds = [shown(row[key], form) for key, form in SPEEDS.items()]
+        rows.append([row["context"], *("{:.2f} / {:.2f}".format(*pair) for pair in times), *skipped, *speeds])
     notes = "Times in ms, fitted / measured: an attention, an MLP, a whole step. Skipped: shares, mean over drafted tokens."
     return [*table(columns, rows), "", notes]
 
 
-# --- 4. window: what planning costs, and what it knows -----------------------------------------------------------------
+# --- 4. choices: which ways to keep an item pay at which context length --------------------------------------------------
+
+
+class InInt8:
+    """A model that computes everything on 8-bit weights. Not lossless: it is another model."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, tokens, cache, **options):
+        return self.model(tokens, cache, **options | {"choices": ("int8",) * (2 * self.config.n_layer + 1)})
+
+
+def choices(model, latency, text_ids, *, sets, contexts, new_tokens=64, repeats=1, progress=True):
+    """At each context length: KnapSpec's speed-up with each set of choices, and what it makes its drafts of.
+
+    Where int8 is among them, also plain decoding in int8, for orientation, and the share of its tokens that are the
+    target's at their place in the target's text.
+    """
+    L, rows = model.config.n_layer, []
+    for n in tqdm(contexts, desc="choices", unit="length", disable=None if progress else True):
+        prompt = text_ids[:n]
+        others = {",".join(names): functools.partial(decode, model, prompt, KnapSpec(latency, choices=names), max_new_tokens=new_tokens)
+                  for names in sets}  # fmt: skip
+        in_int8 = InInt8(model) if "int8" in model.table else None
+        if in_int8:
+            others[INT8_ALONE] = functools.partial(decode, in_int8, prompt, Planner(), max_new_tokens=new_tokens)
+        found = {name: [] for name in others}
+        for run in paired(functools.partial(decode, model, prompt, Planner(), max_new_tokens=new_tokens), others, repeats=repeats):
+            found[run["method"]].append(run)
+        for name, runs in found.items():
+            same = all(run["token_ids"] == run["plain_ids"] for run in runs)
+            rows.append({"context": n, "choices": name, "identical": same, **_drafts(runs, L)})
+        if in_int8:
+            rows[-1]["same_tokens"] = _same_tokens(in_int8, prompt, runs[0]["plain_ids"])
+    return {"rows": rows}
+
+
+SETS = [("full", "skip"), ("full", "int8", "skip"), ("full", "window", "skip"), CHOICES]
+INT8_ALONE = "plain decoding in int8: not lossless"
+
+
+def _same_tokens(model, prompt_ids, token_ids):
+    """The share of a text's tokens that the model, too, finds the likeliest at their place."""
+    ids = torch.tensor([*prompt_ids, *token_ids[:-1]], device=model.device)
+    logits = model(ids, KVCache(model.config, len(ids), device=model.device, dtype=model.dtype), last=len(token_ids))
+    return (logits.argmax(-1).cpu() == torch.tensor(token_ids)).double().mean().item()
+
+
+def choices_table(result):
+    columns = ["context", "choices", *(f"{kind}: int8, window, skip" for kind in ("attention", "MLP")), "accepted", "tokens/s",
+               "speed-up", "same text"]  # fmt: skip
+    rows = []
+    for row in result["rows"]:
+        alone = row.get("same_tokens")
+        shares = [" ".join(f"{row['shares'][kind][choice]:.0%}" for choice in CHOICES[1:]) for kind in ("attention", "mlp")]
+        same = shown(alone, "{:.0%} of tokens") or ("yes" if row["identical"] else "no")
+        cells = [None, None] if alone is not None or row["acceptance_rate"] is None else shares
+        rows.append([row["context"], row["choices"], *cells, *(shown(row[key], form) for key, form in SPEEDS.items()), same])
+    return [*table(columns, rows), "", "Shares of all attention and of all MLPs, mean over drafted tokens; a dash: no drafts."]
+
+
+# --- 5. window: what planning costs, and what it knows -----------------------------------------------------------------
 
 PLANNINGS = {
     "default": {}, "window 4": {"window": 4}, "window 16": {"window": 16}, "window 32": {"window": 32},
@@ -305,7 +379,7 @@ def window_table(result):
     return [*lines, "", notes, "", *table(["α from", *names], rows)]
 
 
-# --- 5. Command line -------------------------------------------------------------------------------------------------
+# --- 6. Command line -------------------------------------------------------------------------------------------------
 
 
 def _prepare(arguments):
@@ -397,6 +471,25 @@ def _run_context(arguments):
     return _report(arguments, model, result, context_table(result), [contexts[0], longest])
 
 
+def _run_choices(arguments):
+    model, tokenizer, prompts = _prepare(arguments)
+    room = model.config.max_position - arguments.max_new_tokens
+    if arguments.contexts[-1] > room:
+        raise ValueError(f"--contexts {arguments.contexts[-1]} leaves no room for {arguments.max_new_tokens} new tokens: pass at "
+                         f"most {room}")  # fmt: skip
+    try:
+        import shortcuts
+    except ImportError:
+        raise ValueError("shortcuts.py is missing: there is only full and skip to choose from") from None
+    every = shortcuts.available(model)
+    shortcuts.add_choices(model, every, progress=True)
+    sets = [names for names in SETS if set(names) <= set(every)]
+    longest = arguments.contexts[-1] + arguments.max_new_tokens
+    result = choices(model, _latency(model, longest), _text_ids(tokenizer, prompts, longest), sets=sets,
+                     contexts=arguments.contexts, new_tokens=arguments.max_new_tokens, repeats=arguments.repeats)  # fmt: skip
+    return _report(arguments, model, result, choices_table(result), [arguments.contexts[0], longest])
+
+
 def _run_window(arguments):
     model, tokenizer, prompts = _prepare(arguments)
     prompts = [encode_prompt(arguments, text, tokenizer, model.config) for _, text in prompts]
@@ -448,6 +541,8 @@ def add_subcommands(commands):
     add("--max-context", type=number(int, 2), metavar="N", help="default: the model's limit")
     add("--budget", type=number(float, 0, 1), default=DEFAULTS["budget"], metavar="X",
         help="largest share of the sublayers' time that a draft may save (default: %(default)s)")  # fmt: skip
+    add = _add_command(commands, "choices", "which shortcuts pay at which context length", _run_choices, new_tokens=96)
+    add("--contexts", type=counts, default="128,512,2000,4000,7000", metavar="LIST", help="lengths (default: %(default)s)")
     add = _add_command(commands, "window", "what a planning costs, and how well it knows α", _run_window, new_tokens=64)
     add("--raw", action="store_true", help="no chat template: continue the prompts as they stand")
 

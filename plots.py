@@ -51,6 +51,12 @@ def tpt(result, path):
         every[0].legend()
 
 
+def over_context(axes, lengths, label):
+    axes.set(xscale="log", xlabel="context, tokens", ylabel=label)
+    axes.set_xticks(lengths, map(str, lengths))
+    axes.minorticks_off()
+
+
 def context(result, path):
     """Over the context length: latencies, the shares that are skipped, the speed-up."""
     rows = result["rows"]
@@ -60,18 +66,37 @@ def context(result, path):
             for source, form in (("fitted", "-"), ("measured", "o")):
                 ms = [1e3 * row[f"{source}_s"][key] for row in rows]
                 latencies.plot(lengths, ms, form, color=color, label=f"{key}, {source}")
-            shares.plot(lengths, [row[f"skipped_{key}"] for row in rows], "o-", color=color, label=key)
+            shares.plot(lengths, [row["shares"][key]["skip"] for row in rows], "o-", color=color, label=key)
         speedups.plot(lengths, [row["speedup"] for row in rows], "o-", color="tab:green")
         speedups.axhline(1, color="black", linewidth=1)
         labels = "ms per sublayer", "share skipped in drafts", "speed-up over plain decoding"
         for axes, label in zip((latencies, shares, speedups), labels):
-            axes.set(xscale="log", xlabel="context, tokens", ylabel=label)
-            axes.set_xticks(lengths, map(str, lengths))
-            axes.minorticks_off()
+            over_context(axes, lengths, label)
         latencies.set_ylim(bottom=0)
         shares.set_ylim(0, 1)
         latencies.legend()
         shares.legend()
+
+
+def choices(result, path):
+    """Over the context length: what the drafts of the largest set of choices are made of, and the speed-up of each set."""
+    by_name = {}
+    for row in result["rows"]:
+        by_name.setdefault(row["choices"], []).append(row)
+    lengths = [row["context"] for row in next(iter(by_name.values()))]
+    largest = [name for name, rows in by_name.items() if "same_tokens" not in rows[0]][-1]
+    with figure(path, 1, 3) as (*shares, speedups):
+        for axes, (kind, label) in zip(shares, (("attention", "attention"), ("mlp", "MLP"))):
+            parts = {choice: [row["shares"][kind][choice] for row in by_name[largest]] for choice in ("int8", "window", "skip")}
+            axes.stackplot(lengths, *parts.values(), labels=list(parts), colors=("tab:blue", "tab:orange", "tab:green"), alpha=0.7)
+            axes.set(ylim=(0, 1), title=largest)
+            over_context(axes, lengths, f"share of {label} in drafts")
+        shares[0].legend()
+        for name, rows in by_name.items():
+            speedups.plot(lengths, [row["speedup"] for row in rows], "o:" if "same_tokens" in rows[0] else "o-", label=name)
+        speedups.axhline(1, color="black", linewidth=1)
+        over_context(speedups, lengths, "speed-up over plain decoding")
+        speedups.legend(fontsize=7)
 
 
 def window(result, path):

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from profile import device_name, measure, timed
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
@@ -178,12 +179,25 @@ def differences(found):
 
 
 def smollm2(bench):
-    """A model without redundancy to spare: no prompt may get slower."""
+    """A small model without sublayers to spare: no prompt may get slower, and 8-bit drafts should make most faster."""
     found, medians = races(bench, "smollm2", 24)
     speedups, drafted = list(medians["knapspec"].values()), sum(any(result["drafted"]) for result in found.values())
-    worst, n = min(speedups), len(found)
-    measured = f"{worst:.2f}× at least, mean {geometric_mean(speedups):.2f}×, drafts on {drafted} of {n} prompts" + differences(found)
-    return Row("≥ 0.98× on any prompt", measured, worst >= 0.98, {"median_speedup": medians["knapspec"]})
+    worst, mean, n = min(speedups), geometric_mean(speedups), len(found)
+    measured = f"mean {mean:.2f}×, {worst:.2f}× at least, drafts on {drafted} of {n} prompts" + differences(found)
+    return Row("mean ≥ 1.20×, ≥ 0.98× on any prompt", measured, worst >= 0.98 and mean >= 1.2, {"median_speedup": medians["knapspec"]})
+
+
+def long_contexts(bench):
+    """Where reading the cache is most of a step. The text is what Python says about itself."""
+    found, wanted = {}, {256: 1.0} if bench.quick else {4000: 1.4, 7000: 1.35}
+    for n in wanted:
+        _, tokenizer = bench.model("smollm2")
+        ids = tokenizer.encode("\n\n".join(topics.values())[: 8 * n])[:n]
+        found[n] = bench.once(f"long/{n}", functools.partial(race, bench, "smollm2", ids))
+    speedups = {n: median(result["speedups"]["knapspec"]) for n, result in found.items()}
+    text = ", ".join(f"{value:.2f}× at {n} tokens" for n, value in speedups.items()) + differences(found)
+    met = all(speedups[n] >= wanted[n] for n in wanted)
+    return Row(", ".join(f"≥ {value:.2f}× at {n}" for n, value in wanted.items()), text, met, {"median_speedup": speedups})
 
 
 def find_fixed(bench, kind):
@@ -202,8 +216,8 @@ def on_planted(bench, *, kind):
     found, medians = races(bench, kind, 6, plan)
     mean, of_fixed = (geometric_mean(list(medians[method].values())) for method in ("knapspec", "fixed"))
     measured = f"{mean:.2f}×, {mean / of_fixed:.0%} of the best fixed plan's {of_fixed:.2f}×" + differences(found)
-    met = mean >= 1.25 and mean >= 0.95 * of_fixed
-    return Row("≥ 1.25×, ≥ 95% of the best fixed plan", measured, met, {"median_speedup": medians, "best_fixed": best})
+    met = mean >= 1.5 and mean >= 0.95 * of_fixed
+    return Row("≥ 1.50×, ≥ 95% of the best fixed plan", measured, met, {"median_speedup": medians, "best_fixed": best})
 
 
 def generations(bench):
@@ -422,6 +436,7 @@ ROWS = {
     "transformers": ("plain decoding against transformers' generate", transformers),
     "verify": ("time for verifying 5 tokens / for 1", verify),
     "smollm2": ("KnapSpec against plain decoding, SmolLM2", smollm2),
+    "long": ("the same, long contexts", long_contexts),
     "split": ("the same, planted SmolLM2 `split`", functools.partial(on_planted, kind="split")),
     "blocks": ("the same, planted SmolLM2 `blocks`", functools.partial(on_planted, kind="blocks")),
     "planning": ("planning's share of 256 new tokens", planning),

@@ -156,7 +156,7 @@ def test_a_run_counts_what_was_drafted_accepted_and_skipped():
     assert (run["new_tokens"], run["rounds"]) == (60, len(planner.rounds))
     assert 0 < run["accepted"] < run["drafted"] < 3 * run["rounds"]
     assert run["tried"] - run["accepted"] == sum(r.accepted < r.drafted for r in planner.rounds)  # one rejection in each
-    assert (run["skipped_attention"], run["skipped_mlp"]) == (5 * run["drafted"], 4 * run["drafted"])
+    assert (run["used"]["attention"]["skip"], run["used"]["mlp"]["skip"]) == (5 * run["drafted"], 4 * run["drafted"])
 
 
 def test_a_recorded_planner_decides_as_it_does_alone(monkeypatch):
@@ -292,7 +292,7 @@ def test_draft_verify_takes_up_what_it_found_before_and_searches_only_once():
     model = random_model(CONFIG)
     methods = make_rivals(model, None, None, ["draft_verify"], state, latency=None, options=OPTIONS, **NO_SEARCH)
     run = methods["draft_verify"](PROMPTS[0][1])
-    assert run["skipped_attention"] == run["skipped_mlp"] == run["drafted"] > 0
+    assert run["used"]["attention"]["skip"] == run["used"]["mlp"]["skip"] == run["drafted"] > 0
     run |= {"method": "draft_verify", "speedup": 1.0, "identical": True}
     state["prompts"] = [{"id": "a", "prompt_tokens": 20, "runs": [run]}]
     assert summary("draft_verify", state)["search_s"] == 120.0
@@ -300,7 +300,7 @@ def test_draft_verify_takes_up_what_it_found_before_and_searches_only_once():
 
 def test_search_while_decoding_counts_as_search_and_not_as_planning():
     run = {"method": "swift", "speedup": 1.0, "tokens_per_second": 3.0, "identical": True, "new_tokens": 31, "rounds": 10,
-           "drafted": 0, "accepted": 0, "skipped_attention": 0, "skipped_mlp": 0, "search_s": 2.0,
+           "drafted": 0, "accepted": 0, "search_s": 2.0,
            "seconds": {"plan": 3.0, "prefill": 1.0, "total": 11.0}}  # fmt: skip
     row = summary("swift", {"prompts": [{"runs": [run]}], "search_s": {"swift": 0.5}})
     assert (row["search_s"], row["plan_s"], row["plan_share"], row["tokens_per_round"]) == (2.5, 1.0, 0.1, 3.0)

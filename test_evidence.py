@@ -153,7 +153,7 @@ def test_context_finds_the_fitted_latencies_again_and_tells_what_is_skipped(mach
     rows = evidence.context(machine, LATENCY, TEXT, contexts=[32, 128], new_tokens=64)["rows"]
     for row in rows:
         assert row["measured_s"] == pytest.approx(row["fitted_s"], rel=1e-3)
-        assert row["speedup"] > 1.1 and 0 < row["skipped_attention"] < 1 and 0 < row["skipped_mlp"] < 1
+        assert row["speedup"] > 1.1 and all(0 < row["shares"][kind]["skip"] < 1 for kind in ("attention", "mlp"))
     assert rows[1]["fitted_s"]["attention"] - rows[0]["fitted_s"]["attention"] == pytest.approx(96e-5)
     assert evidence.context_table({"rows": rows})[0].startswith("| context |")
 
@@ -162,7 +162,7 @@ def test_context_where_nothing_is_drafted_skips_nothing(monkeypatch):
     costly = latency_model(L, per_token=2.0)
     machine = SimulatedMachine(random_model(CONFIG), costly, monkeypatch)
     (row,) = evidence.context(machine, costly, TEXT, contexts=[32], new_tokens=8)["rows"]
-    assert (row["skipped_attention"], row["skipped_mlp"], row["acceptance_rate"]) == (0, 0, None)
+    assert row["acceptance_rate"] is None and not any(any(shares.values()) for shares in row["shares"].values())
     assert row["speedup"] == pytest.approx(1)
 
 
@@ -231,10 +231,22 @@ def test_window_writes_what_each_planning_and_each_view_gave(folder, tmp_path, m
     assert len(result["alphas"]) == 16 and all(0 <= row["error"] <= 1 for row in result["alphas"])
 
 
+def test_choices_are_compared_and_int8_alone_is_told_apart(folder, tmp_path, capsys):
+    command = ["choices", "--contexts", "20,100", *small(folder, tmp_path)]
+    assert benchmark.main(command) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["context"] for row in rows] == [20] * 5 + [100] * 5
+    for row in rows:
+        alone = row["choices"] == evidence.INT8_ALONE
+        assert alone == ("same_tokens" in row) and (alone or row["identical"])
+        assert all(sum(row["shares"][kind].values()) == pytest.approx(float(row["acceptance_rate"] is not None)) for kind in row["shares"])
+    assert "not lossless" in capsys.readouterr().out
+
+
 @needs_matplotlib
 @pytest.mark.parametrize("arguments", [
     ["tpt", "--contexts", "20", "--gammas", "1,2", "--skip-sets", "2"], ["context", "--max-context", "50"],
-    ["window", "--limit", "1"], ["compare", "--methods", "layerskip,knapspec"], ["decouple"],
+    ["choices", "--contexts", "20,40"], ["window", "--limit", "1"], ["compare", "--methods", "layerskip,knapspec"], ["decouple"],
 ], ids=lambda arguments: arguments[0])  # fmt: skip
 def test_pictures_are_drawn(folder, tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(evidence, "PLANNINGS", {"all branches": {"max_branches": None}})
@@ -255,7 +267,7 @@ def test_a_missing_matplotlib_is_one_line_before_any_work(folder, tmp_path, monk
     (["tpt", "--contexts", "128,20"], "more than the model's 160"), (["tpt", "--contexts", "0"], "whole number"),
     (["tpt", "--skip-sets", "1"], "of at least 2"), (["window", "--max-new-tokens", "2"], "of at least 3"),
     (["context", "--max-context", "8", "--max-new-tokens", "8"], "no room for 8 new tokens"),
-    (["window", "--plot", "nowhere/out.png"], "--plot"),
+    (["choices", "--contexts", "159"], "at most 64"), (["window", "--plot", "nowhere/out.png"], "--plot"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_and_status_2(folder, capsys, arguments, reason):
     assert benchmark.main([*arguments, "--model", str(folder)]) == 2
