@@ -9,8 +9,10 @@ Sources: int8 drafts are quantised self-speculation; the window keeps the first 
 """
 
 import itertools
+import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -49,9 +51,36 @@ class Int8Linear:
 
 
 def available(model):
-    """All choices that the model's device and dtype have kernels for."""
-    int8 = (model.device.type, model.dtype) in (("cpu", torch.float32), ("cuda", torch.bfloat16))
-    return ["full", "int8", "window", "skip"] if int8 else ["full", "window", "skip"]
+    """All choices that the model's device and dtype have kernels for, and the device room."""
+    return ["full", "window", "skip"] if _obstacle(model) else ["full", "int8", "window", "skip"]
+
+
+def int8_bytes(model):
+    """What 8-bit copies of all linear weights take, with the intermediate copies of the largest."""
+    parts = [part for layer in model.model.layers for part in
+             (layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down)]  # fmt: skip
+    sizes = [part.weight.numel() for part in (*parts, model.head)]
+    return sum(sizes) + 8 * max(sizes)
+
+
+def free_bytes(device):
+    """What the device has left, or None where it does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return int(re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
+    except (OSError, TypeError):
+        return None
+
+
+def _obstacle(model):
+    """Why the model cannot have 8-bit copies, in a few words; None if it can."""
+    if (model.device.type, model.dtype) not in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        return f"need float32 on a CPU or bfloat16 on a GPU, not {model.dtype} on {model.device}"
+    needed, free = int8_bytes(model), free_bytes(model.device)
+    if free is not None and needed > free:
+        return f"need {needed / 1e6:,.0f} MB of memory, {free / 1e6:,.0f} MB are free"
+    return None
 
 
 def add_int8(model, *, progress=False):
@@ -59,17 +88,16 @@ def add_int8(model, *, progress=False):
 
     The model's own weights and results are untouched. Raises ValueError where there is no kernel or no memory for it.
     """
-    if "int8" not in available(model):
-        raise ValueError(f"int8 drafts need float32 on a CPU or bfloat16 on a GPU, not {model.dtype} on {model.device}: "
-                         "pass --choices full,skip")  # fmt: skip
+    if obstacle := _obstacle(model):
+        raise ValueError(f"int8 drafts {obstacle}: pass --choices full,skip")
 
     def copies(layer):
         return _copy(layer, "self_attn", "qkv", "out").attention, _copy(layer, "mlp", "gate_up", "down").feed_forward
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing, the longest part, uses one thread for each matrix
         head = pool.submit(Int8Linear, model.head)
-        rows = list(tqdm(pool.map(copies, model.model.layers), total=model.config.n_layer, desc="Quantising", leave=False,
-                         disable=None if progress else True))  # fmt: skip
+        rows = list(tqdm(pool.map(copies, model.model.layers), total=model.config.n_layer, leave=False,
+                         desc=f"Quantising ({int8_bytes(model) / 1e6:,.0f} MB)", disable=None if progress else True))  # fmt: skip
     model.table["int8"] = [*itertools.chain(*rows), head.result()]
 
 

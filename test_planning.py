@@ -56,52 +56,68 @@ def _window(model, *, prompt_tokens=20, W=8, seed=0):
 # --- The knapsack ----------------------------------------------------------------------------------------------------
 
 
-def _alone(model, cache, item, x, own_window):
-    """One item on one branch's window, by the model's own forward pass over a copy of the cache."""
+def _alone(function, cache, x, own_window):
+    """A way to compute an item on one branch's window, by the model's own forward pass over a copy of the cache."""
     W, rows = x.size(0), []
     for w in range(W):
         if w == 0 or not own_window:  # with own_window the branch goes on reading what it wrote itself
             own = copy.copy(cache)
             own.keys, own.values = cache.keys.clone(), cache.values.clone()
         own.length = cache.length - W + w
-        rows.append(model.sublayers[item](x[w : w + 1], Context(own, 1)))
+        rows.append(function(x[w : w + 1], Context(own, 1)))
     return torch.cat(rows)
 
 
-def _recurrence(model, cache, states, costs, *, budget, tau, own_window):
-    """METHOD section 4 as it stands there: g(b, j), the survivor after b items with j units saved, for every j."""
+def _recurrence(ways, cache, states, costs, *, budget, tau, own_window):
+    """METHOD section 4 as it stands there: g(b, j), the survivor after b items with j units saved, for every j.
+
+    ways: for each item how it may be kept, (name, cost, function); name and cost of the first are those of "full".
+    """
     unit = max(min(costs), 1e-12)
-    weight = [max(1, round(cost / unit)) for cost in costs]
+    choices = []  # for each item (name or None, saved_s, function)
+    for item, ((_, _, full), *cheaper) in enumerate(ways):
+        choices.append([(None, 0.0, full)])
+        if 2 <= item < 10:
+            choices[-1] += [(name, costs[item] - cost, function) for name, cost, function in cheaper]
+            choices[-1].append(("skip", costs[item], None))
 
     @functools.cache
-    def g(b, j):  # -> (cosine, saved_s, skip set, states) or None
+    def g(b, j):  # -> (cosine, saved_s, ((item, choice), ...), states) or None
         if b == 0:
-            return (1.0, 0.0, frozenset(), states[0]) if j == 0 else None
+            return (1.0, 0.0, (), states[0]) if j == 0 else None
         item, found = b - 1, []
-        if kept := g(item, j):
-            found.append((*kept[1:3], _alone(model, cache, item, kept[3], own_window)))
-        if 2 <= item < 10 and j >= weight[item]:
-            skipped = g(item, j - weight[item])
-            if skipped and skipped[1] + costs[item] <= budget * sum(costs):
-                found.append((skipped[1] + costs[item], skipped[2] | {item}, skipped[3]))
+        for name, saved_s, function in choices[item]:
+            before = g(item, j - (max(1, round(saved_s / unit)) if name else 0)) if j >= 0 else None
+            if before and before[1] + saved_s <= budget * sum(costs):
+                x = _alone(function, cache, before[3], own_window) if function else before[3]
+                found.append((before[1] + saved_s, before[2] + (((item, name),) if name else ()), x))
         scored = [(torch.cosine_similarity(x, states[b], dim=-1).mean().item(), *rest, x) for *rest, x in found]
         return max((s for s in scored if s[0] >= tau), key=lambda s: s[0], default=None)
 
-    return [s for j in range(sum(weight) + 1) if (s := g(12, j))]
+    return [s for j in range(sum(max(1, round(cost / unit)) for cost in costs) + 1) if (s := g(12, j))]
 
 
+def _slightly_wrong(function):
+    return lambda x, context: x + 0.9 * (function(x, context) - x)
+
+
+@pytest.mark.parametrize("cheaper", [False, True], ids=["skip", "skip and a cheaper way"])
 @pytest.mark.parametrize("own_window", [False, True])
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS.keys())
-def test_knapsack_is_the_recurrence(costs, own_window):
+def test_knapsack_is_the_recurrence(costs, own_window, cheaper):
     for seed, (budget, tau, W) in enumerate([(0.5, 0.5, 3), (0.3, 0.9, 1), (0.0, 0.5, 3)]):
         model = random_model(SIX, seed=seed, faint=range(2, 10), epsilon=0.5)
         cache, states = _window(model, W=W, seed=seed)
+        ways = [[("full", cost, f), ("cheaper", cost / 2, _slightly_wrong(f))] if cheaper else [("full", cost, f)]
+                for cost, f in zip(costs, model.sublayers)]  # fmt: skip
         options = {"budget": budget, "tau": tau, "own_window": own_window}
-        found, wanted = knapsack(model, cache, states, costs, **options), _recurrence(model, cache, states, costs, **options)
-        assert [skip_set for skip_set, *_ in found] == [skip_set for _, _, skip_set, _ in wanted]
+        found = knapsack(model, cache, states, costs, ways=ways if cheaper else None, **options)
+        wanted = _recurrence(ways, cache, states, costs, **options)
+        assert [dict.fromkeys(skip_set, "skip") | names for skip_set, names, *_ in found] == [dict(path) for _, _, path, _ in wanted]
         assert (len(found) > 1) == (budget > 0)
         for (skip_set, names, saved_s, x), (_, wanted_s, _, wanted_x) in zip(found, wanted):
-            assert saved_s == pytest.approx(wanted_s) == pytest.approx(sum(costs[b] for b in skip_set)) and not names
+            saved = sum(costs[b] for b in skip_set) + sum(costs[b] / 2 for b in names)
+            assert saved_s == pytest.approx(wanted_s) == pytest.approx(saved)
             torch.testing.assert_close(x, wanted_x, rtol=1e-4, atol=1e-4)
 
 
@@ -116,7 +132,7 @@ def test_a_row_of_the_batch_is_what_the_model_computes_alone(W, own_window):
         batch = sublayer(x.flatten(0, 1), Branches(cache, 3, W, own_window)).view(3, W, 16)
         torch.testing.assert_close(batch[0], states[item + 1], rtol=1e-4, atol=1e-4)
         for branch in (0, 1, 2):
-            torch.testing.assert_close(batch[branch], _alone(model, cache, item, x[branch], own_window), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(batch[branch], _alone(sublayer, cache, x[branch], own_window), rtol=1e-4, atol=1e-4)
     assert torch.equal(cache.keys, before)
 
 

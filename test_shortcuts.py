@@ -36,7 +36,7 @@ def test_the_target_is_bitwise_what_it_was(changes):
 
 
 def test_int8_rows_err_by_their_quantisation_alone():
-    model = random_model(tiny_config(hidden_size=64, vocab_size=200))
+    model = random_model(tiny_config(hidden_size=64, vocab_size=3000))  # large enough to be packed
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     exact, rough = model.head(x), shortcuts.Int8Linear(model.head)(x)
     assert ((rough - exact).norm() / exact.norm()).item() < 0.02
@@ -130,3 +130,16 @@ def test_what_has_no_kernel_is_refused_with_the_remedy():
     assert shortcuts.available(model) == ["full", "window", "skip"]
     with pytest.raises(ValueError, match="--choices full,skip"):
         shortcuts.add_choices(model, CHOICES)
+
+
+def test_what_has_no_room_is_left_out_or_refused_with_numbers(monkeypatch):
+    model = random_model()
+    assert "int8" in shortcuts.available(model)
+    monkeypatch.setattr(shortcuts, "free_bytes", lambda device: 1000)
+    assert shortcuts.available(model) == ["full", "window", "skip"]
+    needed = shortcuts.int8_bytes(model)
+    assert needed > sum(p.numel() for layer in model.model.layers for p in (layer.mlp.gate_up.weight, layer.mlp.down.weight))
+    with pytest.raises(ValueError, match=r"need 0 MB of memory, 0 MB are free: pass --choices full,skip"):
+        shortcuts.add_choices(model, CHOICES)
+    monkeypatch.setattr(shortcuts, "free_bytes", lambda device: None)  # a system that does not tell
+    assert "int8" in shortcuts.available(model)
