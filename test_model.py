@@ -375,13 +375,15 @@ def test_rotary_tables_in_half_precision_are_float32_ones_rounded_once(dtype, ro
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_equals_the_projections_it_stacks(rows, bias, dtype):
+@pytest.mark.parametrize("width", [24, 240])  # of these only the large one is packed
+def test_linear_equals_the_projections_it_stacks(rows, bias, dtype, width):
     torch.manual_seed(0)
-    projections = [nn.Linear(24, size, bias=bias, dtype=dtype) for size in (10, 6, 6)]
-    x = torch.randn(rows, 24, dtype=dtype)
+    projections = [nn.Linear(width, size, bias=bias, dtype=dtype) for size in (400, 100, 100)]
+    x = torch.randn(rows, width, dtype=dtype)
     with torch.no_grad():
-        wanted = torch.cat([projection(x) for projection in projections], -1)
-        torch.testing.assert_close(Linear(*projections)(x), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        wanted, linear = torch.cat([projection(x) for projection in projections], -1), Linear(*projections)
+        assert linear.packed == (width == 240 and dtype == torch.float32)
+        torch.testing.assert_close(linear(x), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("n_kv_head", [1, 2, 3, 6])
