@@ -71,9 +71,9 @@ def _alone(function, cache, x, own_window):
 def _recurrence(ways, cache, states, costs, *, budget, tau, own_window):
     """METHOD section 4 as it stands there: g(b, j), the survivor after b items with j units saved, for every j.
 
-    ways: for each item how it may be kept, (name, cost, function); name and cost of the first are those of "full".
+    ways: for each item how it may be kept, (name, cost, function), at full price first and the cheapest last.
     """
-    unit = max(min(costs), 1e-12)
+    unit, capacity = max(min(costs), 1e-12), sum(costs) - (1 - budget) * sum(cost for *_, (_, cost, _) in ways)
     choices = []  # for each item (name or None, saved_s, function)
     for item, ((_, _, full), *cheaper) in enumerate(ways):
         choices.append([(None, 0.0, full)])
@@ -88,7 +88,7 @@ def _recurrence(ways, cache, states, costs, *, budget, tau, own_window):
         item, found = b - 1, []
         for name, saved_s, function in choices[item]:
             before = g(item, j - (max(1, round(saved_s / unit)) if name else 0)) if j >= 0 else None
-            if before and before[1] + saved_s <= budget * sum(costs):
+            if before and before[1] + saved_s <= capacity:
                 x = _alone(function, cache, before[3], own_window) if function else before[3]
                 found.append((before[1] + saved_s, before[2] + (((item, name),) if name else ()), x))
         scored = [(torch.cosine_similarity(x, states[b], dim=-1).mean().item(), *rest, x) for *rest, x in found]
@@ -114,7 +114,7 @@ def test_knapsack_is_the_recurrence(costs, own_window, cheaper):
         found = knapsack(model, cache, states, costs, ways=ways if cheaper else None, **options)
         wanted = _recurrence(ways, cache, states, costs, **options)
         assert [dict.fromkeys(skip_set, "skip") | names for skip_set, names, *_ in found] == [dict(path) for _, _, path, _ in wanted]
-        assert (len(found) > 1) == (budget > 0)
+        assert (len(found) > 1) == (budget > 0 or cheaper)
         for (skip_set, names, saved_s, x), (_, wanted_s, _, wanted_x) in zip(found, wanted):
             saved = sum(costs[b] for b in skip_set) + sum(costs[b] / 2 for b in names)
             assert saved_s == pytest.approx(wanted_s) == pytest.approx(saved)
