@@ -7,12 +7,10 @@ from pathlib import Path
 
 import cli
 import evidence
-from baselines import PROMPTS
 from checkpoint import default_model_folder, fetcher, load, read_json
 from cli import Parser, number, say
-from comparison import read_prompts
 from planted import PLANTED, plant, planted_items
-from speed import ROWS, Bench, knapspec_options, knapspec_planner, speed, speed_table
+from speed import ROWS, Bench, even_prompts, knapspec_planner, speed, speed_table
 from sweep import contenders, sweep, sweep_table, told
 
 
@@ -81,9 +79,7 @@ def _run_sweep(arguments):
     name = default_model_folder() if arguments.model is None else arguments.model
     model, tokenizer = load(name)
     kind = read_json(fetcher(name)("config.json")).get("knapspec_planted", {}).get("kind")
-    texts = [text for _, text in read_prompts(PROMPTS)]
-    options, count = knapspec_options(arguments.max_new_tokens), min(arguments.limit, len(texts))
-    prompts = [cli.encode_prompt(options, texts[i * len(texts) // count], tokenizer, model.config) for i in range(count)]
+    prompts = [ids for _, ids in even_prompts(arguments.limit, arguments.max_new_tokens, tokenizer, model.config)]
     _, latency = knapspec_planner(model, tokenizer, max(map(len, prompts)), arguments.max_new_tokens)
     rounds = sweep(model, prompts, contenders(model, prompts[0], latency, kind=kind), max_new_tokens=arguments.max_new_tokens)
     if arguments.json:

@@ -175,6 +175,7 @@ def _worth(points, source, name):
 
 
 def tpt_table(result):
+    """Lines of Markdown that tell what tpt() returned."""
     lengths = list(result["rows"][0]["pearson"])
     columns = ["predictor", "α", *(f"Pearson, {n}" for n in lengths), "error", "error of speed-up"]
     rows = []
@@ -225,6 +226,7 @@ def _drafts(runs, n_layer):
 
 
 def context_table(result):
+    """Lines of Markdown that tell what context() returned."""
     columns = ["context", "attention", "MLP", "step", "skipped attention", "skipped MLP", "accepted", "tokens/s", "speed-up"]
     rows = []
     for row in result["rows"]:
@@ -237,6 +239,9 @@ def context_table(result):
 
 
 # --- 4. choices: which ways to keep an item pay at which context length --------------------------------------------------
+
+SETS = [("full", "skip"), ("full", "int8", "skip"), ("full", "window", "skip"), CHOICES]
+INT8_ALONE = "plain decoding in int8: not lossless"
 
 
 class InInt8:
@@ -259,26 +264,22 @@ def choices(model, latency, text_ids, *, sets, contexts, new_tokens=64, repeats=
     target's at their place in the target's text.
     """
     L, rows = model.config.n_layer, []
+    in_int8 = InInt8(model) if "int8" in model.table else None
     for n in tqdm(contexts, desc="choices", unit="length", disable=None if progress else True):
         prompt = text_ids[:n]
-        others = {",".join(names): functools.partial(decode, model, prompt, KnapSpec(latency, choices=names), max_new_tokens=new_tokens)
-                  for names in sets}  # fmt: skip
-        in_int8 = InInt8(model) if "int8" in model.table else None
+        run = functools.partial(decode, model, prompt, max_new_tokens=new_tokens)
+        others = {",".join(names): functools.partial(run, KnapSpec(latency, choices=names)) for names in sets}
         if in_int8:
             others[INT8_ALONE] = functools.partial(decode, in_int8, prompt, Planner(), max_new_tokens=new_tokens)
         found = {name: [] for name in others}
-        for run in paired(functools.partial(decode, model, prompt, Planner(), max_new_tokens=new_tokens), others, repeats=repeats):
-            found[run["method"]].append(run)
+        for result in paired(functools.partial(run, Planner()), others, repeats=repeats):
+            found[result["method"]].append(result)
         for name, runs in found.items():
-            same = all(run["token_ids"] == run["plain_ids"] for run in runs)
+            same = all(r["token_ids"] == r["plain_ids"] for r in runs)
             rows.append({"context": n, "choices": name, "identical": same, **_drafts(runs, L)})
         if in_int8:
-            rows[-1]["same_tokens"] = _same_tokens(in_int8, prompt, runs[0]["plain_ids"])
+            rows[-1]["same_tokens"] = _same_tokens(in_int8, prompt, found[INT8_ALONE][0]["plain_ids"])
     return {"rows": rows}
-
-
-SETS = [("full", "skip"), ("full", "int8", "skip"), ("full", "window", "skip"), CHOICES]
-INT8_ALONE = "plain decoding in int8: not lossless"
 
 
 def _same_tokens(model, prompt_ids, token_ids):
@@ -289,6 +290,7 @@ def _same_tokens(model, prompt_ids, token_ids):
 
 
 def choices_table(result):
+    """Lines of Markdown that tell what choices() returned."""
     columns = ["context", "choices", *(f"{kind}: int8, window, skip" for kind in ("attention", "MLP")), "accepted", "tokens/s",
                "speed-up", "same text"]  # fmt: skip
     rows = []
@@ -365,6 +367,7 @@ def speedup(latency, skip_set, alpha, n, n_layer, gamma_max=DEFAULTS["gamma_max"
 
 
 def window_table(result):
+    """Lines of Markdown that tell what window() returned."""
     forms = {"planning": "{}", "plan_s": "{:.3f}", "skip_sets": "{:.0f}", "worth": "{:.2f}"}
     rows = [[form.format(row[key]) for key, form in forms.items()] for row in result["plannings"]]
     lines = table(["planning", "seconds", "skip sets", "worth"], rows)
@@ -446,12 +449,18 @@ def _given(arguments):
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
+def _longest(arguments, config):
+    """The tokens of the longest of --contexts with the new ones. Raises ValueError where the model takes fewer."""
+    longest, limit = arguments.contexts[-1] + arguments.max_new_tokens, config.max_position
+    if longest > limit:
+        raise ValueError(f"{longest} tokens, the longest of --contexts and the new ones, are more than the model's {limit}: "
+                         f"pass --contexts of at most {limit - arguments.max_new_tokens}, or fewer new tokens")  # fmt: skip
+    return longest
+
+
 def _run_tpt(arguments):
     model, tokenizer, prompts = _prepare(arguments)
-    longest = arguments.contexts[-1] + arguments.max_new_tokens
-    if longest > model.config.max_position:
-        raise ValueError(f"{longest} tokens, the longest of --contexts and the new ones, are more than the model's "
-                         f"{model.config.max_position}: pass less")  # fmt: skip
+    longest = _longest(arguments, model.config)
     latency, text_ids = _latency(model, longest, arguments.gammas[-1]), _text_ids(tokenizer, prompts, longest)
     result = tpt(model, latency, text_ids, contexts=arguments.contexts, gammas=arguments.gammas,
                  skip_sets=arguments.skip_sets, new_tokens=arguments.max_new_tokens, repeats=arguments.repeats,
@@ -473,10 +482,7 @@ def _run_context(arguments):
 
 def _run_choices(arguments):
     model, tokenizer, prompts = _prepare(arguments)
-    room = model.config.max_position - arguments.max_new_tokens
-    if arguments.contexts[-1] > room:
-        raise ValueError(f"--contexts {arguments.contexts[-1]} leaves no room for {arguments.max_new_tokens} new tokens: pass at "
-                         f"most {room}")  # fmt: skip
+    longest = _longest(arguments, model.config)
     try:
         import shortcuts
     except ImportError:
@@ -484,7 +490,6 @@ def _run_choices(arguments):
     every = shortcuts.available(model)
     shortcuts.add_choices(model, every, progress=True)
     sets = [names for names in SETS if set(names) <= set(every)]
-    longest = arguments.contexts[-1] + arguments.max_new_tokens
     result = choices(model, _latency(model, longest), _text_ids(tokenizer, prompts, longest), sets=sets,
                      contexts=arguments.contexts, new_tokens=arguments.max_new_tokens, repeats=arguments.repeats)  # fmt: skip
     return _report(arguments, model, result, choices_table(result), [arguments.contexts[0], longest])

@@ -95,10 +95,10 @@ def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, wa
 
     states: x_0 … x_2L of the last W verified tokens, each (W, H); cache.length counts them in. costs: seconds of
     each sublayer, 2L. budget: largest share of the sublayers' time to save, each in its cheapest way. items: tuples of
-    sublayers that are kept or skipped together. Ours: ways, for each sublayer a list of (name, cost, function), the first the way in which it
-    is kept at `costs`, the others cheaper; gain(distances, saved_s), what such drafts would give over plain decoding:
-    with it branches are dropped that cannot exceed 1 any more, and of the rest at most max_branches are kept, by where
-    they are heading. Returns [(skip_set, names, saved_s, final states (W, H))], by time saved; names maps
+    sublayers that are kept or skipped together. Ours: ways, for each sublayer a list of (name, cost, function), the
+    first the way in which it is kept at `costs`, the others cheaper; gain(distances, saved_s), what such drafts would
+    give over plain decoding: with it branches are dropped that cannot exceed 1 any more, and of the rest at most
+    max_branches are kept, by where they are heading. Returns [(skip_set, names, saved_s, final states (W, H))], by time saved; names maps
     sublayers that are kept in a cheaper way to that. Source: KnapSpec's dynamic program.
     """
     W, H = states[0].shape
@@ -106,8 +106,8 @@ def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, wa
     # 1. Latencies to integer weights in units of the cheapest item; the exact time is carried along.
     item_costs = [sum(costs[b] for b in item) for item in items]
     unit = max(min(item_costs), 1e-12)
-    cheapest = [min(cost for _, cost, _ in ways[b]) if ways else costs[b] for item in items for b in item]
-    capacity = sum(item_costs) - (1 - budget) * sum(cheapest)
+    cheapest = [min(cost for _, cost, _ in way) for way in ways] if ways else costs
+    capacity = budget * sum(cheapest) + sum(cost - least for cost, least in zip(costs, cheapest))
     skippable = [item[0] >= 2 and item[-1] < len(costs) - 2 for item in items]  # never the first and the last layer
     total_s = ahead_s = sum(cost for cost, can_skip in zip(item_costs, skippable) if can_skip)
     branches, x, contexts = [Branch(0, 0.0, None, 0)], states[0][None], {}  # x: (B, W, H)

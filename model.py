@@ -154,8 +154,8 @@ class Linear:
         weight = projections[0].weight if len(projections) == 1 else torch.cat([p.weight for p in projections])
         biases = [getattr(p, "bias", None) for p in projections]  # a tied head is the embedding: no bias
         self.bias = None if biases[0] is None else torch.cat(biases)
-        self.packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 2**17
-        self.packed = self.packed and torch.backends.mkldnn.is_available()
+        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self.packed = on_cpu and weight.numel() > 2**17 and torch.backends.mkldnn.is_available()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8) if self.packed else weight
 
     def __call__(self, x):

@@ -52,6 +52,7 @@ def tpt(result, path):
 
 
 def over_context(axes, lengths, label):
+    """Labels axes that show something over these context lengths, in tokens."""
     axes.set(xscale="log", xlabel="context, tokens", ylabel=label)
     axes.set_xticks(lengths, map(str, lengths))
     axes.minorticks_off()

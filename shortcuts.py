@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+LINEARS = {"self_attn": ("qkv", "out"), "mlp": ("gate_up", "down")}  # the parts of a layer and their linear layers
 SINKS, WIDTH = 4, 256  # a window reads the first few cached positions and the last ones before the new tokens
 
 
@@ -57,9 +58,8 @@ def available(model):
 
 def int8_bytes(model):
     """What 8-bit copies of all linear weights take, with the intermediate copies of the largest."""
-    parts = [part for layer in model.model.layers for part in
-             (layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down)]  # fmt: skip
-    sizes = [part.weight.numel() for part in (*parts, model.head)]
+    inner = [getattr(getattr(layer, part), name) for layer in model.model.layers for part in LINEARS for name in LINEARS[part]]
+    sizes = [linear.weight.numel() for linear in (*inner, model.head)]
     return sum(sizes) + 8 * max(sizes)
 
 
@@ -92,7 +92,7 @@ def add_int8(model, *, progress=False):
         raise ValueError(f"int8 drafts {obstacle}: pass --choices full,skip")
 
     def copies(layer):
-        return _copy(layer, "self_attn", "qkv", "out").attention, _copy(layer, "mlp", "gate_up", "down").feed_forward
+        return _copy(layer, "self_attn").attention, _copy(layer, "mlp").feed_forward
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing, the longest part, uses one thread for each matrix
         head = pool.submit(Int8Linear, model.head)
@@ -101,10 +101,10 @@ def add_int8(model, *, progress=False):
     model.table["int8"] = [*itertools.chain(*rows), head.result()]
 
 
-def _copy(layer, part, *names):
-    """A layer that shares all but the named linear layers of one part, which are in 8 bits."""
+def _copy(layer, part):
+    """A layer that shares all but the linear layers of one part, which are in 8 bits."""
     twin, inner = _shallow(layer), _shallow(getattr(layer, part))
-    for name in names:
+    for name in LINEARS[part]:
         setattr(inner, name, Int8Linear(getattr(inner, name)))
     setattr(twin, part, inner)
     return twin

@@ -101,10 +101,15 @@ class Bench:
 
     def prompts(self, count, tokenizer, config):
         """[(id, token ids)] of `count` prompts, evenly from the whole file."""
-        texts, args = read_prompts(PROMPTS), knapspec_options(self.max_new_tokens)
-        count = min(count, self.n_prompts)
-        chosen = [texts[i * len(texts) // count] for i in range(count)]
-        return [(prompt_id, cli.encode_prompt(args, text, tokenizer, config)) for prompt_id, text in chosen]
+        return even_prompts(min(count, self.n_prompts), self.max_new_tokens, tokenizer, config)
+
+
+def even_prompts(count, max_new_tokens, tokenizer, config):
+    """[(id, token ids)] of at most `count` of the project's prompts, evenly from the whole file."""
+    texts, options = read_prompts(PROMPTS), knapspec_options(max_new_tokens)
+    count = min(count, len(texts))
+    chosen = [texts[i * len(texts) // count] for i in range(count)]
+    return [(prompt_id, cli.encode_prompt(options, text, tokenizer, config)) for prompt_id, text in chosen]
 
 
 def _read_results(path, made_with):
@@ -190,8 +195,8 @@ def smollm2(bench):
 def long_contexts(bench):
     """Where reading the cache is most of a step. The text is what Python says about itself."""
     found, wanted = {}, {256: 1.0} if bench.quick else {4000: 1.4, 7000: 1.35}
+    _, tokenizer = bench.model("smollm2")
     for n in wanted:
-        _, tokenizer = bench.model("smollm2")
         ids = tokenizer.encode("\n\n".join(topics.values())[: 8 * n])[:n]
         found[n] = bench.once(f"long/{n}", functools.partial(race, bench, "smollm2", ids))
     speedups = {n: median(result["speedups"]["knapspec"]) for n, result in found.items()}

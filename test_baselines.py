@@ -30,14 +30,11 @@ from model import KVCache
 from testing_models import (
     SimulatedMachine,
     latency_model,
-    one_thread,
     prefilled,
     random_model,
     random_tokens,
     tiny_config,
 )
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by name
 
 L = 6
 CONFIG = tiny_config(n_layer=L)

@@ -21,12 +21,9 @@ from sweep import GAMMAS, contenders, sweep
 from testing_models import (
     SimulatedMachine,
     latency_model,
-    one_thread,
     random_model,
     tiny_config,
 )
-
-__all__ = ["one_thread"]
 
 # --- Planted checkpoints -------------------------------------------------------------------------------------------------
 

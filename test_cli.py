@@ -31,9 +31,7 @@ import checkpoint
 import cli
 from decoding import Generation, Plan
 from model import Transformer
-from testing_models import latency_model, one_thread
-
-__all__ = ["one_thread"]
+from testing_models import latency_model
 
 FOLDER = Path(__file__).parent
 N_LAYER = 5

@@ -29,13 +29,10 @@ from test_cli import write_model
 from testing_models import (
     SimulatedMachine,
     latency_model,
-    one_thread,
     random_model,
     random_tokens,
     tiny_config,
 )
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by name
 
 L = 8
 CONFIG = tiny_config(n_layer=L)

@@ -34,14 +34,11 @@ from testing_models import (
     Restless,
     SimulatedMachine,
     latency_model,
-    one_thread,
     prefilled,
     random_model,
     random_tokens,
     tiny_config,
 )
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by its name
 
 VOCAB = 101  # enough for texts that do not go round in circles at once
 CONFIGS = {

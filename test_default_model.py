@@ -13,9 +13,6 @@ import torch
 
 import checkpoint
 from decoding import FixedPlanner, Plan, generate
-from testing_models import one_thread
-
-__all__ = ["one_thread"]  # of two threads on a busy machine, each would wait for the other's turn
 
 PROMPTS = [json.loads(line) for line in Path(__file__).with_name("prompts.jsonl").read_text("utf-8").splitlines()]
 FEW = [prompt for prompt in PROMPTS if prompt["id"] == "code-merge"]

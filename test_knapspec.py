@@ -27,13 +27,10 @@ from knapspec import (
 from model import KVCache
 from testing_models import (
     latency_model,
-    one_thread,
     random_model,
     random_tokens,
     tiny_config,
 )
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by name
 
 L = 5  # 10 items; the 4 of the first and the last layer are never skipped
 

@@ -26,14 +26,11 @@ from torch import nn
 import checkpoint
 from model import KVCache, Linear, RMSNorm, Transformer, grouped_attention
 from testing_models import (
-    one_thread,
     prefilled,
     random_model,
     random_tokens,
     tiny_config,
 )
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by its name
 
 KINDS = ("llama", "qwen2", "qwen3")
 ROPES = {

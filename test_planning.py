@@ -27,14 +27,11 @@ from model import Context
 from testing_models import (
     SimulatedMachine,
     latency_model,
-    one_thread,
     prefilled,
     random_model,
     random_tokens,
     tiny_config,
 )
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by its name
 
 SIX = tiny_config(n_layer=6, vocab_size=101)  # 12 items, of which the middle 8 can be skipped
 COSTS = {
@@ -73,7 +70,8 @@ def _recurrence(ways, cache, states, costs, *, budget, tau, own_window):
 
     ways: for each item how it may be kept, (name, cost, function), at full price first and the cheapest last.
     """
-    unit, capacity = max(min(costs), 1e-12), sum(costs) - (1 - budget) * sum(cost for *_, (_, cost, _) in ways)
+    unit, cheapest_s = max(min(costs), 1e-12), sum(cost for *_, (_, cost, _) in ways)
+    capacity = sum(costs) - cheapest_s + budget * cheapest_s
     choices = []  # for each item (name or None, saved_s, function)
     for item, ((_, _, full), *cheaper) in enumerate(ways):
         choices.append([(None, 0.0, full)])

@@ -11,24 +11,20 @@ import json
 import math
 import profile
 import pstats
-import runpy
 import subprocess
 import sys
-import types
 from pathlib import Path
 from profile import LatencyModel, fit, latency_model, measure
 
 import pytest
 import torch
 
-from testing_models import one_thread, random_model, tiny_config
+from testing_models import random_model, tiny_config
 
 FOLDER = Path(__file__).parent
 L = 5
 ATTENTION, MLP = frozenset(range(0, 2 * L, 2)), frozenset(range(1, 2 * L, 2))
 TRUE = LatencyModel(2e-3, 7e-4, (3e-4, 2e-7), ((1, 7e-3, 1e-6), (3, 8e-3, 1.5e-6), (5, 1.2e-2, 2e-6)), 0.0)
-
-__all__ = ["one_thread"]
 
 
 def timings(latency):
@@ -191,14 +187,22 @@ def test_this_module_hands_on_pythons_own_profile():
     assert pstats.Stats(profiler).total_calls >= 1
 
 
+def test_cprofile_and_torch_compile_can_be_imported_in_this_folder():
+    code = "import cProfile, torch._dynamo, profile; print(profile.LatencyModel.__name__, cProfile.Profile.__name__)"
+    assert run_python("-c", code).split() == ["LatencyModel", "Profile"]
+
+
 def test_cprofile_can_profile_the_command_line():
     output = run_python("-m", "cProfile", "-s", "tottime", "knapspec.py", "--version")
     assert output.startswith("knapspec ") and "function calls" in output
 
 
-def test_tests_run_where_a_plugin_has_imported_pythons_own_profile(monkeypatch):
-    ours = profile
-    for module, stays in ((types.ModuleType("profile"), False), (ours, True)):
-        monkeypatch.setitem(sys.modules, "profile", module)
-        runpy.run_path(str(FOLDER / "conftest.py"))
-        assert (sys.modules.get("profile") is module) is stays
+def test_tests_run_where_a_plugin_has_imported_pythons_own_profile():
+    code = f"""
+import sys
+sys.path = [path for path in sys.path if path not in ("", {str(FOLDER)!r})]
+import cProfile, profile, pytest
+assert not hasattr(profile, "LatencyModel")
+sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "test_profile.py"]))
+"""
+    assert "test_the_fit_recovers_known_costs" in run_python("-c", code)

@@ -17,7 +17,6 @@ from testing_models import (
     Restless,
     SimulatedMachine,
     latency_model,
-    one_thread,
     prefilled,
     random_model,
     tiny_config,
@@ -25,8 +24,6 @@ from testing_models import (
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 given, st = hypothesis.given, hypothesis.strategies
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by its name
 
 for _name, _options in {"short": {"max_examples": 30, "derandomize": True}, "long": {"max_examples": 2000}}.items():
     hypothesis.settings.register_profile(_name, deadline=None, database=None, **_options)

@@ -17,9 +17,7 @@ import torch
 
 import decoding
 from decoding import Plan, Planner, accept, generate, sample, sampling_probs
-from testing_models import one_thread, tiny_config
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by its name
+from testing_models import tiny_config
 
 TEMPERATURES, TOP_PS = (0.0, 0.3, 1.0, 2.0), (0.1, 0.5, 0.9, 1.0)
 

@@ -9,9 +9,7 @@ import shortcuts
 from decoding import FixedPlanner, Plan, generate
 from knapspec import Branches, KnapSpec
 from model import Context, KVCache
-from testing_models import one_thread, random_model, random_tokens, tiny_config
-
-__all__ = ["one_thread"]  # a fixture: pytest finds it by name
+from testing_models import random_model, random_tokens, tiny_config
 
 L = 4
 CHOICES = ["full", "int8", "window", "skip"]

@@ -4,20 +4,10 @@ import random
 import time
 from profile import LatencyModel
 
-import pytest
 import torch
 
 from decoding import Plan, Planner
 from model import Config, KVCache, Transformer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """In every file that imports it. Matrices this small are not worth a second thread: it would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tiny_config(**changes):
