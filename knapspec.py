@@ -119,7 +119,8 @@ def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, wa
         choices = [(None, 0.0, [ways[b][0][2] if ways else model.sublayers[b] for b in item])]
         if can_skip:
             ahead_s -= cost
-            choices += [(name, cost - cheaper_s, [way]) for name, cheaper_s, way in (ways[item[0]][1:] if ways else ())]
+            if ways and len(item) == 1:
+                choices += [(name, cost - cheaper_s, [way]) for name, cheaper_s, way in ways[item[0]][1:]]
             choices += [("skip", cost, [])]
         stacked, proposals = [], []
         for name, saved_s, functions in choices:
@@ -265,14 +266,16 @@ class KnapSpec(Planner):
         return self.current
 
     def _affordable(self, session):
-        """How many branches keep all planning under `share` of the generation's time, both as profiled.
+        """How many branches keep all planning under `share` of the generation's time, at the speed now expected.
 
         A planning costs about what verifying as many tokens as it has rows would. The first may be a narrow one.
         """
         n, most = session.cache.length, self.max_branches or 32
-        left_s = self.share * session.max_new_tokens * self.latency.verify(n, 1) - self.planned_s
+        rate = self.current.tokens_per_second or 1 / (self.latency.verify(n, 1) * self.speed)
+        spent_s = self.planned_s if session.temperature > 0 else session.generation.seconds["plan"]
+        left_s = self.share * session.max_new_tokens / rate - spent_s
         for branches in range(most, 0, -1):
-            price_s = self.latency.verify(n, self.window * branches)
+            price_s = self.latency.verify(n, self.window * branches) * self.speed
             if price_s <= left_s:
                 self.planned_s += price_s
                 return branches
@@ -284,8 +287,9 @@ class KnapSpec(Planner):
         """The knapsack on the latest window; known candidates keep half the weight of what was seen of them."""
         n, L = session.cache.length, session.model.config.n_layer
         states, target_probs = session.window(self.window)
-        kept = (self.base,) * (2 * L + 1) if self.base != "full" else None
-        costs = [self.latency.sublayer(item, n, self.base) for item in range(2 * L)]
+        ways = [self._ways(session.model, item, n) for item in range(2 * L)]
+        kept = (*(way[0][0] for way in ways), self.base)
+        costs = [way[0][1] for way in ways]
         full_s, verify_s = self.draft_s(n, frozenset(), L, kept), self.verify_s(n, L)
 
         def gain(far, saved_s):  # of the best γ ≥ 1 over plain decoding
@@ -294,11 +298,10 @@ class KnapSpec(Planner):
 
         found = knapsack(session.model, session.cache, states, costs, budget=self.budget, tau=self.tau,
                          items=[(2 * i, 2 * i + 1) for i in range(L)] if self.layers else None,
-                         ways=self._ways(session.model, costs, n) if kept else None,
-                         gain=gain if self.max_branches else None, max_branches=branches)  # fmt: skip
+                         ways=ways, gain=gain if self.max_branches else None, max_branches=branches)  # fmt: skip
         known, self.candidates = {(c.skip_set, c.choices): c for c in self.candidates}, []
         # 5. α: how often the draft samples what the target does; at temperature 0 the share of equal argmaxes.
-        found = [f for f in found if f[0] or kept]
+        found = [f for f in found if f[0] or f[1] or set(kept) != {"full"}]
         if found:
             x = torch.stack([x for *_, x in found])  # (C, W, H)
             head = session.model.way(-1, self.base)
@@ -306,7 +309,8 @@ class KnapSpec(Planner):
             same = torch.minimum(probs.view(*x.shape[:2], -1), target_probs).sum(-1)  # (C, W)
             rejected, far = (1 - same).mean(-1).tolist(), distance(x, states[-1])[0].mean(-1).tolist()
             for i, (skip_set, names, saved_s, _) in enumerate(found):
-                choices = tuple(names.get(b, self.base) for b in range(2 * L + 1)) if kept else None
+                choices = tuple(names.get(b, name) for b, name in enumerate(kept))
+                choices = None if set(choices) == {"full"} else choices
                 seen = known.get((skip_set, choices), Candidate(skip_set, choices, 0.0, 0.0))
                 self.candidates.append(Candidate(skip_set, choices, far[i], rejected[i], seen.accepted / 2, seen.tried / 2))
             self.rejections, self.exposure = self.rejections + sum(rejected), self.exposure + sum(far)
@@ -316,13 +320,12 @@ class KnapSpec(Planner):
         self.wait = 2 * self.wait if same else self.interval
         self.next_position = n + self.wait
 
-    def _ways(self, model, costs, n):
-        """For each item how it is kept, and the cheaper ways that save a tenth of it or more at n."""
-        ways = []
-        for item, cost in enumerate(costs):
-            priced = [(name, self.latency.sublayer(item, n, name), model.way(item, name)) for name in self.cheaper]
-            ways.append([(self.base, cost, model.way(item, self.base)), *(way for way in priced if way[1] <= 0.9 * cost)])
-        return ways
+    def _ways(self, model, item, n):
+        """How the item is kept, and the cheaper ways that save a tenth of it or more at n. One that halves it is how."""
+        base, *cheaper = ((name, self.latency.sublayer(item, n, name), model.way(item, name)) for name in (self.base, *self.cheaper))
+        cheaper = [way for way in cheaper if way[1] <= 0.9 * base[1]]
+        halving = [way for way in cheaper if way[1] <= 0.5 * base[1]]
+        return halving[:1] or [base, *cheaper]
 
     def _alpha(self, far):
         return 1 - (self.rejections / self.exposure * far).clamp(max=1)

@@ -319,9 +319,12 @@ def test_plannings_grow_rarer_while_the_answer_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2])
-def test_planning_takes_no_more_than_its_share(monkeypatch, share):
-    plain_s, generation, _ = _run(random_model(SIX), latency_model(6), monkeypatch, new=100, interval=2, share=share)
-    assert 0 < generation.seconds["plan"] <= share * plain_s * 1.1
+@pytest.mark.parametrize("faint", [(), FAINT])
+def test_planning_takes_no_more_than_its_share(monkeypatch, faint, share):
+    """Of the time that is left when drafts have saved the rest."""
+    _, generation, _ = _run(random_model(SIX, faint=faint), latency_model(6), monkeypatch, new=400, interval=2, share=share)
+    assert (generation.drafted > 200) == bool(faint)
+    assert 0 < generation.seconds["plan"] / generation.seconds["total"] <= 1.1 * share
 
 
 def test_whole_layers_are_planned_together(monkeypatch):

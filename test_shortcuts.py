@@ -103,11 +103,23 @@ def test_the_planner_uses_what_the_profile_says_is_cheap(monkeypatch):
     assert {"int8", "window"} <= used and result.accepted > 0
 
 
-def cheap_ways(n_layer):
+@pytest.mark.parametrize("choices", [CHOICES, ("full", "window", "skip")])
+def test_an_attention_that_a_window_halves_is_not_read_whole(choices, monkeypatch):
+    """Attention costs 61 ms or more, and 0.3 in a window. Whole layers as well as sublayers."""
+    monkeypatch.setattr(shortcuts, "WIDTH", 8)
+    model, prompt = model_with_choices(), random_tokens(60, random_model().config, seed=5).tolist()
+    for layers in (False, True):
+        planner = KnapSpec(cheap_ways(L, per_key=1e-3), choices=choices, share=1.0, layers=layers)
+        result = generate(model, prompt, max_new_tokens=40, planner=planner, temperature=1.0)
+        drafting = [plan for _, plan, _ in result.plans if plan.gamma]
+        assert drafting and all({plan.choices[b] for b in range(0, 2 * L, 2)} == {"window"} for plan in drafting)
+
+
+def cheap_ways(n_layer, per_key=1e-4):
     from testing_models import latency_model
 
-    full = latency_model(n_layer, attention_s=(1e-3, 1e-4))
-    int8 = latency_model(n_layer, attention_s=(2e-4, 1e-4), mlp_s=3e-4)
+    full = latency_model(n_layer, attention_s=(1e-3, per_key))
+    int8 = latency_model(n_layer, attention_s=(2e-4, per_key), mlp_s=3e-4)
     window = latency_model(n_layer, attention_s=(3e-4, 0.0), mlp_s=3e-4)
     return type(full)(**{**vars(full), "ways": (("int8", int8), ("window", window))})
 
