@@ -6,6 +6,7 @@ generate(). Every method, the paper's and its rivals', is a planner for this loo
 Shapes: γ drafted tokens, W positions of a window, V vocabulary, H hidden size, L layers.
 """
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -21,13 +22,10 @@ def sampling_probs(logits, temperature, top_p):
     """The distribution that is really sampled from: logits (N, V) -> probabilities (N, V), float32.
 
     Temperature 0 is one-hot, so that greedy and sampled decoding share one path. top_p keeps the most likely
-    tokens up to that mass, the first one always. Raises FloatingPointError where a row is NaN or infinite.
-    Source: Holtzman et al. 2020 (nucleus sampling).
+    tokens up to that mass, the first one always. Rows must be finite: see `check_finite`. Source: Holtzman et al. 2020 (nucleus sampling).
     """
     logits = logits.float()
     top, index = logits.max(-1, keepdim=True)
-    if not top.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite; try --dtype float32")
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, index, 1.0)
     probs = torch.softmax((logits - top) / max(temperature, 1e-30), -1)
@@ -43,12 +41,18 @@ def sampling_probs(logits, temperature, top_p):
     return probs / probs.sum(-1, keepdim=True)
 
 
+def check_finite(largest):
+    """Raises FloatingPointError where one of these largest logits, or of numbers made of them, is NaN or infinite."""
+    if not all(map(math.isfinite, largest)):
+        raise FloatingPointError("the model's logits are not finite; try --dtype float32")
+
+
 def sample(probs, rng):
-    """One token id from probs (V,), by inverting the cumulative distribution at a uniform draw."""
+    """One token id from probs (V,), a tensor (), by inverting the cumulative distribution at a uniform draw."""
     cumulative = probs.double().cumsum(-1)
     draw = torch.rand((), generator=rng, dtype=torch.float64).item()
     index = torch.searchsorted(cumulative, cumulative[-1:] * draw, right=True)
-    return min(int(index), probs.size(0) - 1)
+    return index[0].clamp(max=probs.size(0) - 1)
 
 
 def bernoulli(probability, rng):
@@ -83,8 +87,12 @@ def draft(model, cache, last, plan, keep_drafting, temperature, top_p, rng):
             tokens = torch.tensor([drafts[-1] if drafts else last], device=model.device)
             logits = model(tokens, cache, skip=plan.skip_set, choices=plan.choices)
             rows.append(sampling_probs(logits, temperature, top_p)[0])
-            drafts.append(sample(rows[-1], rng) if temperature else int(rows[-1].argmax()))
-            confidences.append(torch.softmax(logits[0].float(), -1)[drafts[-1]].item())
+            token = sample(rows[-1], rng) if temperature else rows[-1].argmax()
+            confidence = torch.softmax(logits[0].float(), -1)[token]
+            token, confidence = torch.stack((token.double(), confidence.double())).tolist()  # a GPU is waited for once
+            check_finite([confidence])
+            drafts.append(int(token))
+            confidences.append(confidence)
             cache.length += 1
             if not keep_drafting(confidences):
                 break
@@ -103,8 +111,8 @@ def accept(target_probs, drafts, draft_probs, rng):
         target_prob, draft_prob = target_probs[i, token].item(), draft_probs[i, token].item()
         if not bernoulli(target_prob / draft_prob, rng):
             residual = (target_probs[i] - draft_probs[i]).clamp(min=0)
-            return i, sample(residual if residual.sum() > 0 else target_probs[i], rng)
-    return len(drafts), sample(target_probs[len(drafts)], rng)
+            return i, int(sample(residual if residual.sum() > 0 else target_probs[i], rng))
+    return len(drafts), int(sample(target_probs[len(drafts)], rng))
 
 
 # --- 3. Planners -----------------------------------------------------------------------------------------------------
@@ -207,6 +215,7 @@ def prefill(session, tokens):
         chunk = torch.tensor(tokens[start:end], device=session.model.device)
         logits = session.model(chunk, cache, capture=capture, last=last)
         cache.length = start = end
+    check_finite(logits.amax(-1).tolist())
     target_probs = sampling_probs(logits, session.temperature, session.top_p)
     if session.wanted:
         session.remember(capture, target_probs)
@@ -238,7 +247,7 @@ def generate(model, prompt_ids, *, max_new_tokens, eos_ids=(), temperature=0.0, 
     try:
         if limit > 0:
             target_probs = prefill(session, prompt_ids)
-            new = [sample(target_probs[0], rng)]
+            new = [int(sample(target_probs[0], rng))]
             seconds["prefill"] = session.elapsed_s()
             while _emit(session, new, eos_ids, on_token):
                 new = _round(session, planner, eos_ids, rng)
@@ -286,6 +295,7 @@ def _round(session, planner, eos_ids, rng):
     # Verification writes all layers' keys and values over those of the draft.
     capture = [] if session.wanted else None
     logits = model(torch.tensor([last, *drafts], device=model.device), cache, capture=capture)
+    check_finite(logits.amax(-1).tolist())
     target_probs = sampling_probs(logits, session.temperature, session.top_p)
     accepted, token = accept(target_probs, drafts, draft_probs, rng)
     new = [*drafts[:accepted], token]

@@ -119,8 +119,9 @@ def knapsack(model, cache, states, costs, *, budget=0.5, tau=0.5, items=None, wa
         choices = [(None, 0.0, [ways[b][0][2] if ways else model.sublayers[b] for b in item])]
         if can_skip:
             ahead_s -= cost
-            if ways and len(item) == 1:
-                choices += [(name, cost - cheaper_s, [way]) for name, cheaper_s, way in ways[item[0]][1:]]
+            if ways and len(item) == 1:  # what saves less than half a unit would hide the skips of weight 1
+                cheaper = ((name, cost - cheaper_s, [way]) for name, cheaper_s, way in ways[item[0]][1:])
+                choices += [choice for choice in cheaper if choice[1] >= unit / 2]
             choices += [("skip", cost, [])]
         stacked, proposals = [], []
         for name, saved_s, functions in choices:
@@ -321,11 +322,10 @@ class KnapSpec(Planner):
         self.next_position = n + self.wait
 
     def _ways(self, model, item, n):
-        """How the item is kept, and the cheaper ways that save a tenth of it or more at n. One that halves it is how."""
-        base, *cheaper = ((name, self.latency.sublayer(item, n, name), model.way(item, name)) for name in (self.base, *self.cheaper))
-        cheaper = [way for way in cheaper if way[1] <= 0.9 * base[1]]
-        halving = [way for way in cheaper if way[1] <= 0.5 * base[1]]
-        return halving[:1] or [base, *cheaper]
+        """How the item is kept at n, and the cheaper ways. One that saves a third is how it is kept."""
+        names = [self.base, *(name for name in self.cheaper if model.way(item, name) is not model.way(item, self.base))]
+        base, *cheaper = ((name, self.latency.sublayer(item, n, name), model.way(item, name)) for name in names)
+        return [way for way in cheaper if way[1] <= base[1] * 2 / 3][:1] or [base, *cheaper]
 
     def _alpha(self, far):
         return 1 - (self.rejections / self.exposure * far).clamp(max=1)

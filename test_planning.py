@@ -76,7 +76,7 @@ def _recurrence(ways, cache, states, costs, *, budget, tau, own_window):
     for item, ((_, _, full), *cheaper) in enumerate(ways):
         choices.append([(None, 0.0, full)])
         if 2 <= item < 10:
-            choices[-1] += [(name, costs[item] - cost, function) for name, cost, function in cheaper]
+            choices[-1] += [(name, saved_s, function) for name, cost, function in cheaper if (saved_s := costs[item] - cost) >= unit / 2]
             choices[-1].append(("skip", costs[item], None))
 
     @functools.cache

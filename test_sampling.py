@@ -16,8 +16,16 @@ import pytest
 import torch
 
 import decoding
-from decoding import Plan, Planner, accept, generate, sample, sampling_probs
-from testing_models import tiny_config
+from decoding import (
+    FixedPlanner,
+    Plan,
+    Planner,
+    accept,
+    generate,
+    sample,
+    sampling_probs,
+)
+from testing_models import random_model, tiny_config
 
 TEMPERATURES, TOP_PS = (0.0, 0.3, 1.0, 2.0), (0.1, 0.5, 0.9, 1.0)
 
@@ -74,17 +82,29 @@ def test_small_temperatures_and_top_p_approach_greedy(temperature, top_p):
         assert torch.equal(sampling_probs(logits, 2.0, top_p), greedy)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_raise(value, temperature):
-    logits = torch.zeros(3, 7)
-    logits[1, 4] = value
+@pytest.mark.parametrize("where", ["prompt", "draft", "target"])
+def test_logits_that_are_not_finite_raise(value, temperature, where):
+    model = random_model()
+
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(model, name)
+
+        def __call__(self, tokens, cache, *, skip=frozenset(), **options):
+            logits = model(tokens, cache, skip=skip, **options)
+            if where == ("prompt" if cache.length == 0 else "draft" if skip else "target"):
+                logits[-1, :] = value
+            return logits
+
+    planner = FixedPlanner(Plan(frozenset({1}), 3))
     with pytest.raises(FloatingPointError, match="not finite"):
-        sampling_probs(logits, temperature, 0.9)
-    with pytest.raises(FloatingPointError, match="not finite"):
-        sampling_probs(torch.full((1, 7), -math.inf), temperature, 0.9)
-    some = sampling_probs(torch.tensor([[0.0, -math.inf, 0.0]]), 1.0, 1.0)  # a token that is ruled out is no fault
-    assert some.tolist() == [[0.5, 0.0, 0.5]]
+        generate(Broken(), [1, 2, 3], max_new_tokens=9, planner=planner, temperature=temperature, top_p=0.9)
+
+
+def test_a_token_that_is_ruled_out_is_no_fault():
+    assert sampling_probs(torch.tensor([[0.0, -math.inf, 0.0]]), 1.0, 1.0).tolist() == [[0.5, 0.0, 0.5]]
 
 
 def test_sample_gives_each_token_its_share_of_the_unit_interval(monkeypatch):
@@ -92,9 +112,9 @@ def test_sample_gives_each_token_its_share_of_the_unit_interval(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(draws.pop(), dtype=torch.float64))
     probs = torch.tensor([0.0, 0.125, 0.0, 0.5, 0.0625, 0.0])  # not normalised, as a residual is not
     counts = torch.zeros(6, dtype=torch.int64)
-    last = sample(probs, None)
+    last = int(sample(probs, None))
     while draws:
-        counts[sample(probs, None)] += 1
+        counts[int(sample(probs, None))] += 1
     assert last == 4 and counts.tolist() == [0, 200, 0, 800, 100, 0]
 
 
@@ -105,7 +125,7 @@ class Explorer:
     """Runs a program once for every outcome of its random draws -> the exact distribution of what it returns."""
 
     def __init__(self, monkeypatch):
-        monkeypatch.setattr(decoding, "sample", lambda probs, rng: self._draw(probs.tolist()))
+        monkeypatch.setattr(decoding, "sample", lambda probs, rng: torch.tensor(self._draw(probs.tolist())))
         monkeypatch.setattr(decoding, "bernoulli", lambda chance, rng: self._draw([max(1 - chance, 0), min(chance, 1)]) == 1)
 
     def _draw(self, weights):
@@ -218,7 +238,7 @@ def test_accept_passes_a_chi_square_test():
     draft_probs = sampling_probs(torch.randn(2, 5, generator=rng) * 1.5, 1.0, 0.95)
     counts, draws = torch.zeros(5), 20_000
     for _ in range(draws):
-        drafts = [sample(probs, rng) for probs in draft_probs]
+        drafts = [int(sample(probs, rng)) for probs in draft_probs]
         accepted, token = accept(target_probs, drafts, draft_probs, rng)
         counts[(*drafts[:accepted], token)[0]] += 1
     wanted = target_probs[0] * draws
@@ -232,7 +252,7 @@ def test_a_draft_that_equals_the_target_is_always_accepted():
     for temperature in (0.0, 0.3, 1.0):
         for _ in range(200):
             target_probs = sampling_probs(torch.randn(4, 9, generator=rng), temperature, 0.9)
-            drafts = [sample(probs, rng) for probs in target_probs[:3]]
+            drafts = [int(sample(probs, rng)) for probs in target_probs[:3]]
             assert accept(target_probs, drafts, target_probs[:3], rng)[0] == 3
 
 
