@@ -276,9 +276,7 @@ def find_choices(args, model):
         if set(args.choices or ()) - {"full", "skip"}:
             raise ValueError("shortcuts.py is missing: pass --choices full,skip") from None
         return ["full", "skip"]
-    choices = args.choices or shortcuts.available(model)
-    shortcuts.add_choices(model, choices, progress=not args.quiet)
-    return choices
+    return shortcuts.add_choices(model, args.choices, progress=not args.quiet)
 
 
 def rate(*generations):

@@ -232,8 +232,7 @@ def make_rivals(model, tokenizer, folder, names, state, *, latency, options, sea
     if "knapspec+" in names:
         import shortcuts
 
-        choices = shortcuts.available(model)
-        shortcuts.add_choices(model, choices, progress=progress)
+        choices = shortcuts.add_choices(model, progress=progress)
     for name in names:
         if name in THEIRS:
             continue

@@ -487,8 +487,7 @@ def _run_choices(arguments):
         import shortcuts
     except ImportError:
         raise ValueError("shortcuts.py is missing: there is only full and skip to choose from") from None
-    every = shortcuts.available(model)
-    shortcuts.add_choices(model, every, progress=True)
+    every = shortcuts.add_choices(model, progress=True)
     sets = [names for names in SETS if set(names) <= set(every)]
     result = choices(model, _latency(model, longest), _text_ids(tokenizer, prompts, longest), sets=sets,
                      contexts=arguments.contexts, new_tokens=arguments.max_new_tokens, repeats=arguments.repeats)  # fmt: skip

@@ -230,8 +230,8 @@ class KnapSpec(Planner):
                  stop="renewal", threshold=0.7, price="full", alphas="pooled", share=0.05, max_branches=8,
                  layers=False):  # fmt: skip
         self.latency, self.gamma_max, self.window, self.interval = latency, gamma_max, window, interval
-        self.base = "int8" if "int8" in choices else "full"  # how an item is kept
-        self.cheaper = [name for name in choices if name not in ("full", "skip", self.base)]
+        self.whole = ["full", *(name for name in choices if name == "int8")]  # ways that see all of the context
+        self.narrow = [name for name in choices if name not in ("full", "int8", "skip")]
         self.tau, self.budget, self.stop, self.threshold = tau, budget, stop, threshold
         self.price, self.alphas, self.share, self.max_branches, self.layers = price, alphas, share, max_branches, layers
         self.speed, self.draft_factor = 1.0, 1.0  # measured / profiled: of verification, and of drafts relative to it
@@ -289,7 +289,7 @@ class KnapSpec(Planner):
         n, L = session.cache.length, session.model.config.n_layer
         states, target_probs = session.window(self.window)
         ways = [self._ways(session.model, item, n) for item in range(2 * L)]
-        kept = (*(way[0][0] for way in ways), self.base)
+        kept = (*(way[0][0] for way in ways), min(self.whole, key=lambda name: self.latency.way(name).head()))
         costs = [way[0][1] for way in ways]
         full_s, verify_s = self.draft_s(n, frozenset(), L, kept), self.verify_s(n, L)
 
@@ -305,7 +305,7 @@ class KnapSpec(Planner):
         found = [f for f in found if f[0] or f[1] or set(kept) != {"full"}]
         if found:
             x = torch.stack([x for *_, x in found])  # (C, W, H)
-            head = session.model.way(-1, self.base)
+            head = session.model.way(-1, kept[-1])
             probs = sampling_probs(session.model.logits(x.flatten(0, 1), head), session.temperature, session.top_p)
             same = torch.minimum(probs.view(*x.shape[:2], -1), target_probs).sum(-1)  # (C, W)
             rejected, far = (1 - same).mean(-1).tolist(), distance(x, states[-1])[0].mean(-1).tolist()
@@ -323,9 +323,11 @@ class KnapSpec(Planner):
 
     def _ways(self, model, item, n):
         """How the item is kept at n, and the cheaper ways. One that saves a third is how it is kept."""
-        names = [self.base, *(name for name in self.cheaper if model.way(item, name) is not model.way(item, self.base))]
-        base, *cheaper = ((name, self.latency.sublayer(item, n, name), model.way(item, name)) for name in names)
-        return [way for way in cheaper if way[1] <= base[1] * 2 / 3][:1] or [base, *cheaper]
+        whole, narrow = ([(name, self.latency.sublayer(item, n, name), model.way(item, name)) for name in names]
+                         for names in (self.whole, self.narrow))  # fmt: skip
+        least = min(whole, key=lambda way: way[1])
+        cheaper = [way for way in narrow if way[2] not in [other[2] for other in whole]]  # on an MLP a window is no other way
+        return [way for way in cheaper if way[1] <= least[1] * 2 / 3][:1] or [least, *cheaper]
 
     def _alpha(self, far):
         return 1 - (self.rejections / self.exposure * far).clamp(max=1)

@@ -77,6 +77,8 @@ def _obstacle(model):
     """Why the model cannot have 8-bit copies, in a few words; None if it can."""
     if (model.device.type, model.dtype) not in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         return f"need float32 on a CPU or bfloat16 on a GPU, not {model.dtype} on {model.device}"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_weight_int8pack_mm", model.device.type.upper()):
+        return f"need a kernel that this torch has not for {model.device.type}"
     needed, free = int8_bytes(model), free_bytes(model.device)
     if free is not None and needed > free:
         return f"need {needed / 1e6:,.0f} MB of memory, {free / 1e6:,.0f} MB are free"
@@ -151,9 +153,14 @@ def add_window(model):
     model.table["window"] = [f if item % 2 or item == 2 * model.config.n_layer else windowed(f) for item, f in enumerate(base)]
 
 
-def add_choices(model, choices, *, progress=False):
-    """Fills the model's table with what `choices` names beyond "full" and "skip". Raises ValueError as `add_int8`."""
+def add_choices(model, choices=None, *, progress=False):
+    """Fills the model's table with what `choices` (None: all available) names beyond "full" and "skip" -> the choices.
+
+    Raises ValueError as `add_int8`.
+    """
+    choices = choices or available(model)
     if "int8" in choices and "int8" not in model.table:
         add_int8(model, progress=progress)
     if "window" in choices and "window" not in model.table:
         add_window(model)
+    return choices

@@ -125,7 +125,7 @@ def test_a_way_that_saves_next_to_nothing_does_not_hide_what_can_be_skipped(monk
     planner = KnapSpec(replace(latency, ways=(("int8", int8), ("window", window))), choices=CHOICES, share=1.0)
     result = generate(model, prompt, max_new_tokens=40, planner=planner, temperature=1.0)
     drafting = [plan for _, plan, _ in result.plans if plan.gamma]
-    assert drafting and all(set(plan.choices) == {"int8"} and plan.skip_set for plan in drafting)
+    assert drafting and all(set(plan.choices[:-1]) == {"int8"} and plan.skip_set for plan in drafting)
 
 
 def cheap_ways(n_layer, per_key=1e-4):
