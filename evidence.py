@@ -213,6 +213,8 @@ def context(model, latency, text_ids, *, contexts, new_tokens=64, repeats=1, bud
             "measured_s": {"attention": here.attention(n), "mlp": here.mlp(), "step": here.verify(n, 1)},
             **_drafts(runs, L),
         })  # fmt: skip
+        skipped = [rows[-1]["shares"][kind]["skip"] for kind in ("attention", "mlp")]
+        rows[-1]["attention_among_skipped"] = skipped[0] / sum(skipped) if sum(skipped) else None
     return {"rows": rows}
 
 
@@ -227,11 +229,13 @@ def _drafts(runs, n_layer):
 
 def context_table(result):
     """Lines of Markdown that tell what context() returned."""
-    columns = ["context", "attention", "MLP", "step", "skipped attention", "skipped MLP", "accepted", "tokens/s", "speed-up"]
+    columns = ["context", "attention", "MLP", "step", "skipped attention", "skipped MLP", "attention among skipped",
+               "accepted", "tokens/s", "speed-up"]  # fmt: skip
     rows = []
     for row in result["rows"]:
         times = [(1e3 * row["fitted_s"][key], 1e3 * row["measured_s"][key]) for key in ("attention", "mlp", "step")]
-        skipped = [shown(row["shares"][kind]["skip"], "{:.0%}") for kind in ("attention", "mlp")]
+        skipped = [*(row["shares"][kind]["skip"] for kind in ("attention", "mlp")), row["attention_among_skipped"]]
+        skipped = [shown(share, "{:.0%}") for share in skipped]
         speeds = [shown(row[key], form) for key, form in SPEEDS.items()]
         rows.append([row["context"], *("{:.2f} / {:.2f}".format(*pair) for pair in times), *skipped, *speeds])
     notes = "Times in ms, fitted / measured: an attention, an MLP, a whole step. Skipped: shares, mean over drafted tokens."

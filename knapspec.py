@@ -1,8 +1,8 @@
 """KnapSpec (arXiv 2602.20217): which sublayers to skip in a draft, chosen by a knapsack over measured latencies.
 
-Read it from top to bottom: tokens per time says what a choice of sublayers and γ is worth (METHOD section 3), the
-knapsack finds choices worth pricing (section 4), and the planner decides, and corrects itself by what it sees
-(section 6). decoding.py holds the loop that drafts and verifies; run this file to decode from the command line.
+Read it from top to bottom: tokens per time says what a choice of sublayers and γ is worth, the knapsack finds choices
+worth pricing, and the planner decides, and corrects itself by what it sees. decoding.py holds the loop that drafts and
+verifies; run this file to decode from the command line.
 """
 
 import math
@@ -162,16 +162,17 @@ def trace(path):
 
 
 def prune(branches, far, gain, capacity, ahead_s, total_s, max_branches):
-    """The branches that can still win, and of those the max_branches whose course promises most, by time saved.
+    """The branches that can still win: the one that saved least, and those whose course promises most, by time saved.
 
     A branch at its best skips all that is ahead at no further distance. Its course: time saved grows with the time
-    of the items passed, and so does the squared distance.
+    of the items passed, and so does the squared distance. The first is there for texts that prove harder than the window.
     """
     far = far[[p.block for p in branches]].double().cpu()
     saved_s = torch.tensor([p.saved_s for p in branches], dtype=torch.float64)
     hope = gain(far, (saved_s + ahead_s).clamp(max=capacity))
     stretch = total_s / max(total_s - ahead_s, 1e-12)
     course = gain(far * stretch**0.5, (saved_s * stretch).clamp(max=capacity))
+    course[0] = math.inf
     course[hope <= 1] = -math.inf
     chosen = course.argsort(descending=True, stable=True)[:max_branches].sort().values
     return [branches[i] for i in chosen.tolist() if course[i] > -math.inf]
@@ -219,8 +220,9 @@ class KnapSpec(Planner):
     """The knapsack at intervals, tokens per time every round.
 
     latency: a profile.LatencyModel. choices: what may become of an item, {"full", "skip"} in the paper; further names
-    must be in the model's table and the profile (shortcuts.py). gamma_max, window (W), interval (tokens between plannings), tau and budget are
-    the method's; stop is "fixed", "confidence" (ends a draft under `threshold`) or "renewal" (METHOD section 5).
+    must be in the model's table and the profile (shortcuts.py). gamma_max, window (W), interval (tokens between
+    plannings), tau and budget are the method's. stop ends a draft: "fixed" at the plan's γ, "confidence" under
+    `threshold`, "renewal" where the next token is not worth its price (`keep_drafting`).
     Ours, and how to turn it off: price "full" ("paper": no head, verification costs one step); alphas "pooled"
     ("share": each candidate's own share of the window); share, the largest part of the time to spend on planning
     (1.0); max_branches (None: all that can win); layers False (True: whole layers are kept or skipped).
@@ -235,7 +237,7 @@ class KnapSpec(Planner):
         self.tau, self.budget, self.stop, self.threshold = tau, budget, stop, threshold
         self.price, self.alphas, self.share, self.max_branches, self.layers = price, alphas, share, max_branches, layers
         self.speed, self.draft_factor = 1.0, 1.0  # measured / profiled: of verification, and of drafts relative to it
-        # 1 − α grows in proportion to the distance (METHOD section 7): rejections per unit of distance, as if
+        # 1 − α grows in proportion to the distance (see `certified`): rejections per unit of distance, as if
         # `exposure` units had been seen already.
         self.rejections, self.exposure = 1.4, 2.0
         # Which drafts are rejected grows in proportion to their 1 − confidence, summed here over those tried.

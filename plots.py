@@ -68,6 +68,8 @@ def context(result, path):
                 ms = [1e3 * row[f"{source}_s"][key] for row in rows]
                 latencies.plot(lengths, ms, form, color=color, label=f"{key}, {source}")
             shares.plot(lengths, [row["shares"][key]["skip"] for row in rows], "o-", color=color, label=key)
+        among = [row["attention_among_skipped"] for row in rows]
+        shares.plot(lengths, among, "o--", color="black", label="attention among what is skipped")
         speedups.plot(lengths, [row["speedup"] for row in rows], "o-", color="tab:green")
         speedups.axhline(1, color="black", linewidth=1)
         labels = "ms per sublayer", "share skipped in drafts", "speed-up over plain decoding"

@@ -1,6 +1,6 @@
 """Measure what a model's sublayers cost, and fit t(n): the weights of the knapsack.
 
-KnapSpec's latency model (METHOD: attention grows linearly with the context n, an MLP does not), completed by
+KnapSpec's latency model (attention grows linearly with the context n, an MLP does not), completed by
 what a draft cannot skip and by the price of verifying k tokens at once:
 
     draft(S, n)  = head + Σ over kept attention of (c3 + c2·n) + Σ over kept MLPs of c1

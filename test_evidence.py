@@ -151,6 +151,8 @@ def test_context_finds_the_fitted_latencies_again_and_tells_what_is_skipped(mach
     for row in rows:
         assert row["measured_s"] == pytest.approx(row["fitted_s"], rel=1e-3)
         assert row["speedup"] > 1.1 and all(0 < row["shares"][kind]["skip"] < 1 for kind in ("attention", "mlp"))
+        attention, mlp = (row["shares"][kind]["skip"] for kind in ("attention", "mlp"))
+        assert row["attention_among_skipped"] == attention / (attention + mlp)
     assert rows[1]["fitted_s"]["attention"] - rows[0]["fitted_s"]["attention"] == pytest.approx(96e-5)
     assert evidence.context_table({"rows": rows})[0].startswith("| context |")
 
@@ -159,7 +161,8 @@ def test_context_where_nothing_is_drafted_skips_nothing(monkeypatch):
     costly = latency_model(L, per_token=2.0)
     machine = SimulatedMachine(random_model(CONFIG), costly, monkeypatch)
     (row,) = evidence.context(machine, costly, TEXT, contexts=[32], new_tokens=8)["rows"]
-    assert row["acceptance_rate"] is None and not any(any(shares.values()) for shares in row["shares"].values())
+    assert row["acceptance_rate"] is row["attention_among_skipped"] is None
+    assert not any(any(shares.values()) for shares in row["shares"].values())
     assert row["speedup"] == pytest.approx(1)
 
 

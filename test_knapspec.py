@@ -52,7 +52,7 @@ COSTS = [3e-3, 2e-3] * L
 
 
 def recurrence(model, cache, states, costs, budget, tau):
-    """METHOD section 4 spelled out for one branch at a time: {weight: (cosine, skipped items)} after the last item."""
+    """The dynamic program spelled out for one branch at a time: {weight: (cosine, skipped items)} after the last item."""
     W, unit, capacity = len(states[0]), min(costs), budget * sum(costs)
     best = {0: (1.0, (), states[0], 0.0)}
     for b, cost in enumerate(costs):

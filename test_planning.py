@@ -66,7 +66,7 @@ def _alone(function, cache, x, own_window):
 
 
 def _recurrence(ways, cache, states, costs, *, budget, tau, own_window):
-    """METHOD section 4 as it stands there: g(b, j), the survivor after b items with j units saved, for every j.
+    """The dynamic program as the paper has it: g(b, j), the survivor after b items with j units saved, for every j.
 
     ways: for each item how it may be kept, (name, cost, function), at full price first and the cheapest last.
     """
