@@ -260,12 +260,19 @@ class KnapSpec(Planner):
     def plan(self, session):
         if session.generation.rounds == 0:  # another text: prices and slopes stay, plans do not
             self.candidates, self.current, self.chosen = [], Plan(), None
-            self.next_position, self.wait, self.planned_s = 0, self.interval, 0.0
-        branches = self._affordable(session) if session.cache.length >= self.next_position else 0
+            self.next_position, self.wait, self.planned_s, self.retry = 0, self.interval, 0.0, math.inf
+        n = session.cache.length
+        branches = self._affordable(session) if n >= self.next_position else 0
         if branches > 0 and self.gamma_max > 0:
             self._replan(session, branches)
-        elif self.current.gamma > 0:  # plain decoding brings no news of the candidates
+        elif self.current.gamma > 0 or n >= self.retry:
+            if self.current.gamma == 0:  # plain decoding brings no news; what was seen of drafts loses half its weight
+                for c in self.candidates:
+                    c.accepted, c.tried = c.accepted / 2, c.tried / 2
+                self.rejections, self.exposure = (self.rejections + 1.4) / 2, (self.exposure + 2.0) / 2
             self._choose(session)
+            if self.current.gamma == 0:  # too much was rejected here: ask again later, ever more seldom
+                self.retry, self.patience = n + self.patience, 2 * self.patience
         return self.current
 
     def _affordable(self, session):
@@ -321,6 +328,7 @@ class KnapSpec(Planner):
         self._choose(session)
         same = self.current.gamma == 0 == before.gamma or (self.current.skip_set, self.current.choices) == (before.skip_set, before.choices)
         self.wait = 2 * self.wait if same else self.interval
+        self.retry, self.patience = math.inf, max(self.interval // 4, 1)
         self.next_position = n + self.wait
 
     def _ways(self, model, item, n):

@@ -101,6 +101,15 @@ def test_ways_to_keep_an_item_stand_beside_skipping_it(scene):
     assert [f[0] for f in alone] == [f[0] for f in paper]  # with {full, skip} the plans are the paper's
 
 
+def test_the_branch_that_keeps_everything_stays_while_it_can_pay(scene):
+    """Where more saved always promises more, the few kept are those that saved most, and the one that saved nothing."""
+    model, cache, states, _ = scene
+    found = knapsack(model, cache, states, COSTS, budget=1.0, tau=-1.0, gain=lambda far, saved_s: 2 + saved_s, max_branches=3)
+    assert len(found) == 3 and [bool(skip_set) for skip_set, *_ in found] == [False, True, True]
+    none = knapsack(model, cache, states, COSTS, gain=lambda far, saved_s: saved_s + (saved_s > 0), max_branches=3)
+    assert none and all(skip_set for skip_set, *_ in none)
+
+
 @pytest.mark.parametrize("own_window", [False, True])
 def test_a_branch_that_keeps_everything_is_the_target(scene, own_window):
     model, cache, states, _ = scene

@@ -301,8 +301,24 @@ def test_what_is_really_accepted_outweighs_the_estimate(monkeypatch):
     _, right, _ = _run(model, latency_model(6), monkeypatch, share=1.0)
     plain_s, wrong, _ = _run(_Misled(model), latency_model(6), monkeypatch, share=1.0)
     assert right.accepted == right.drafted > 70
-    assert wrong.accepted == 0 < wrong.drafted < 60
+    assert wrong.accepted == 0 < wrong.drafted < 70
     assert wrong.seconds["total"] < 1.4 * plain_s
+
+
+class _HardAtFirst(_Misled):
+    """Drafts another token than it would up to a length of 60, then its own."""
+
+    def __call__(self, tokens, cache, *, skip=frozenset(), **options):
+        logits = self.model(tokens, cache, skip=skip, **options)
+        return logits.roll(1, -1) if skip and cache.length < 60 else logits
+
+
+def test_a_text_that_begins_hard_is_tried_again(monkeypatch):
+    """One planning: drafts are given up when they are rejected, tried again some tokens later, and then kept up."""
+    model = random_model(SIX, faint=FAINT)
+    _, generation, _ = _run(_HardAtFirst(model), latency_model(6), monkeypatch, new=200, interval=64, share=0.05)
+    gammas = [plan.gamma for _, plan, _ in generation.plans]
+    assert gammas[0] > 0 and 0 in gammas and gammas[-1] > 0 and generation.accepted > 50
 
 
 def test_plannings_grow_rarer_while_the_answer_stays(monkeypatch):
