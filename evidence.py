@@ -244,7 +244,7 @@ def context_table(result):
 
 # --- 4. choices: which ways to keep an item pay at which context length --------------------------------------------------
 
-SETS = [("full", "skip"), ("full", "int8", "skip"), ("full", "window", "skip"), CHOICES]
+SETS = [("full", "skip"), ("full", "int8", "skip")]  # then all; where there are 8-bit weights, windows use them
 INT8_ALONE = "plain decoding in int8: not lossless"
 
 
@@ -492,7 +492,7 @@ def _run_choices(arguments):
     except ImportError:
         raise ValueError("shortcuts.py is missing: there is only full and skip to choose from") from None
     every = shortcuts.add_choices(model, progress=True)
-    sets = [names for names in SETS if set(names) <= set(every)]
+    sets = [*(names for names in SETS if set(names) <= set(every)), tuple(every)]
     result = choices(model, _latency(model, longest), _text_ids(tokenizer, prompts, longest), sets=sets,
                      contexts=arguments.contexts, new_tokens=arguments.max_new_tokens, repeats=arguments.repeats)  # fmt: skip
     return _report(arguments, model, result, choices_table(result), [arguments.contexts[0], longest])
