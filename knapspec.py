@@ -284,7 +284,7 @@ class KnapSpec(Planner):
         rate = self.current.tokens_per_second or 1 / (self.latency.verify(n, 1) * self.speed)
         spent_s = self.planned_s if session.temperature > 0 else session.generation.seconds["plan"]
         left_s = self.share * session.max_new_tokens / rate - spent_s
-        for branches in range(most, 0, -1):
+        for branches in range(most, min(most, 2) - 1, -1):  # one alone would be the branch that saves nothing
             price_s = self.latency.verify(n, self.window * branches) * self.speed
             if price_s <= left_s:
                 self.planned_s += price_s
