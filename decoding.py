@@ -22,7 +22,8 @@ def sampling_probs(logits, temperature, top_p):
     """The distribution that is really sampled from: logits (N, V) -> probabilities (N, V), float32.
 
     Temperature 0 is one-hot, so that greedy and sampled decoding share one path. top_p keeps the most likely
-    tokens up to that mass, the first one always. Rows must be finite: see `check_finite`. Source: Holtzman et al. 2020 (nucleus sampling).
+    tokens up to that mass, the first one always. Rows must be finite: see `check_finite`.
+    Source: Holtzman et al. 2020 (nucleus sampling).
     """
     logits = logits.float()
     top, index = logits.max(-1, keepdim=True)

@@ -228,6 +228,8 @@ class KnapSpec(Planner):
     (1.0); max_branches (None: all that can win); layers False (True: whole layers are kept or skipped).
     """
 
+    PRIOR = 1.4, 2.0  # rejections and units of distance that count as seen before the first draft
+
     def __init__(self, latency, *, choices=("full", "skip"), gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5,
                  stop="renewal", threshold=0.7, price="full", alphas="pooled", share=0.05, max_branches=8,
                  layers=False):  # fmt: skip
@@ -237,9 +239,8 @@ class KnapSpec(Planner):
         self.tau, self.budget, self.stop, self.threshold = tau, budget, stop, threshold
         self.price, self.alphas, self.share, self.max_branches, self.layers = price, alphas, share, max_branches, layers
         self.speed, self.draft_factor = 1.0, 1.0  # measured / profiled: of verification, and of drafts relative to it
-        # 1 − α grows in proportion to the distance (see `certified`): rejections per unit of distance, as if
-        # `exposure` units had been seen already.
-        self.rejections, self.exposure = 1.4, 2.0
+        # 1 − α grows in proportion to the distance (see `certified`): rejections per unit of distance.
+        self.rejections, self.exposure = self.PRIOR
         # Which drafts are rejected grows in proportion to their 1 − confidence, summed here over those tried.
         self.missed, self.unsure = 0.0, 0.0
         self.made, self.spent_s = 0.0, 0.0  # tokens of the latest drafting rounds, and what they cost by the present prices
@@ -269,7 +270,7 @@ class KnapSpec(Planner):
             if self.current.gamma == 0:  # plain decoding brings no news; what was seen of drafts loses half its weight
                 for c in self.candidates:
                     c.accepted, c.tried = c.accepted / 2, c.tried / 2
-                self.rejections, self.exposure = (self.rejections + 1.4) / 2, (self.exposure + 2.0) / 2
+                self.rejections, self.exposure = ((s + p) / 2 for s, p in zip((self.rejections, self.exposure), self.PRIOR))
             self._choose(session)
             if self.current.gamma == 0:  # too much was rejected here: ask again later, ever more seldom
                 self.retry, self.patience = n + self.patience, 2 * self.patience
