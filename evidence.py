@@ -311,7 +311,7 @@ def choices_table(result):
 
 PLANNINGS = {
     "default": {}, "window 4": {"window": 4}, "window 16": {"window": 16}, "window 32": {"window": 32},
-    "budget 0.3": {"budget": 0.3}, "budget 0.7": {"budget": 0.7}, "branches 4": {"max_branches": 4},
+    "budget 0.3": {"budget": 0.3}, "budget 0.7": {"budget": 0.7}, "branches 8": {"max_branches": 8},
     "branches 16": {"max_branches": 16}, "all branches": {"max_branches": None},
 }  # fmt: skip
 VIEWS = [(W, own_window) for W in (4, 8, 16, 32) for own_window in (False, True)]

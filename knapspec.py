@@ -231,7 +231,7 @@ class KnapSpec(Planner):
     PRIOR = 1.4, 2.0  # rejections and units of distance that count as seen before the first draft
 
     def __init__(self, latency, *, choices=("full", "skip"), gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5,
-                 stop="renewal", threshold=0.7, price="full", alphas="pooled", share=0.05, max_branches=8,
+                 stop="renewal", threshold=0.7, price="full", alphas="pooled", share=0.05, max_branches=4,
                  layers=False):  # fmt: skip
         self.latency, self.gamma_max, self.window, self.interval = latency, gamma_max, window, interval
         self.whole = ["full", *(name for name in choices if name == "int8")]  # ways that see all of the context
