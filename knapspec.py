@@ -286,7 +286,7 @@ class KnapSpec(Planner):
         spent_s = self.planned_s if session.temperature > 0 else session.generation.seconds["plan"]
         left_s = self.share * session.max_new_tokens / rate - spent_s
         for branches in range(most, min(most, 2) - 1, -1):  # one alone would be the branch that saves nothing
-            price_s = self.latency.verify(n, self.window * branches) * self.speed
+            price_s = self.latency.verify(n, self.window * (branches + bool(self.narrow))) * self.speed  # one more for `_replan`
             if price_s <= left_s:
                 self.planned_s += price_s
                 return branches
@@ -296,34 +296,22 @@ class KnapSpec(Planner):
 
     def _replan(self, session, branches):
         """The knapsack on the latest window; known candidates keep half the weight of what was seen of them."""
-        n, L = session.cache.length, session.model.config.n_layer
+        n = session.cache.length
         states, target_probs = session.window(self.window)
-        ways = [self._ways(session.model, item, n) for item in range(2 * L)]
-        kept = (*(way[0][0] for way in ways), min(self.whole, key=lambda name: self.latency.way(name).head()))
-        costs = [way[0][1] for way in ways]
-        full_s, verify_s = self.draft_s(n, frozenset(), L, kept), self.verify_s(n, L)
-
-        def gain(far, saved_s):  # of the best γ ≥ 1 over plain decoding
-            rates = tokens_per_time(self._alpha(far), full_s - saved_s * self.speed * self.draft_factor, verify_s)
-            return rates[:, 1:].max(-1).values * verify_s[0]
-
-        found = knapsack(session.model, session.cache, states, costs, budget=self.budget, tau=self.tau,
-                         items=[(2 * i, 2 * i + 1) for i in range(L)] if self.layers else None,
-                         ways=ways, gain=gain if self.max_branches else None, max_branches=branches)  # fmt: skip
+        found = self._search(session, states, self.narrow, branches)
+        if self.narrow and all(choices and set(choices) & set(self.narrow) for _, choices in found):
+            found |= self._search(session, states, [], 1)  # for a text that needs all of its context
         known, self.candidates = {(c.skip_set, c.choices): c for c in self.candidates}, []
         # 5. α: how often the draft samples what the target does; at temperature 0 the share of equal argmaxes.
-        found = [f for f in found if f[0] or f[1] or set(kept) != {"full"}]
         if found:
-            x = torch.stack([x for *_, x in found])  # (C, W, H)
-            head = session.model.way(-1, kept[-1])
+            x = torch.stack(list(found.values()))  # (C, W, H)
+            head = session.model.way(-1, self._head())
             probs = sampling_probs(session.model.logits(x.flatten(0, 1), head), session.temperature, session.top_p)
             same = torch.minimum(probs.view(*x.shape[:2], -1), target_probs).sum(-1)  # (C, W)
             rejected, far = (1 - same).mean(-1).tolist(), distance(x, states[-1])[0].mean(-1).tolist()
-            for i, (skip_set, names, saved_s, _) in enumerate(found):
-                choices = tuple(names.get(b, name) for b, name in enumerate(kept))
-                choices = None if set(choices) == {"full"} else choices
-                seen = known.get((skip_set, choices), Candidate(skip_set, choices, 0.0, 0.0))
-                self.candidates.append(Candidate(skip_set, choices, far[i], rejected[i], seen.accepted / 2, seen.tried / 2))
+            for key, *measured in zip(found, far, rejected):
+                seen = known.get(key, Candidate(*key, 0.0, 0.0))
+                self.candidates.append(Candidate(*key, *measured, seen.accepted / 2, seen.tried / 2))
             self.rejections, self.exposure = self.rejections + sum(rejected), self.exposure + sum(far)
         before = self.current
         self._choose(session)
@@ -332,10 +320,32 @@ class KnapSpec(Planner):
         self.retry, self.patience = math.inf, max(self.interval // 4, 1)
         self.next_position = n + self.wait
 
-    def _ways(self, model, item, n):
+    def _search(self, session, states, narrow, branches):
+        """{(skip_set, choices): final states (W, H)} that the knapsack finds; narrow: the ways of that kind it may use."""
+        n, L = session.cache.length, session.model.config.n_layer
+        ways = [self._ways(session.model, item, n, narrow) for item in range(2 * L)]
+        kept = (*(way[0][0] for way in ways), self._head())
+        full_s, verify_s = self.draft_s(n, frozenset(), L, kept), self.verify_s(n, L)
+
+        def gain(far, saved_s):  # of the best γ ≥ 1 over plain decoding
+            rates = tokens_per_time(self._alpha(far), full_s - saved_s * self.speed * self.draft_factor, verify_s)
+            return rates[:, 1:].max(-1).values * verify_s[0]
+
+        found = knapsack(session.model, session.cache, states, [way[0][1] for way in ways], budget=self.budget, tau=self.tau,
+                         items=[(2 * i, 2 * i + 1) for i in range(L)] if self.layers else None,
+                         ways=ways, gain=gain if self.max_branches else None, max_branches=branches)  # fmt: skip
+        named = ((skip_set, tuple(names.get(b, name) for b, name in enumerate(kept)), x) for skip_set, names, _, x in found)
+        named = ((skip_set, None if set(choices) == {"full"} else choices, x) for skip_set, choices, x in named)
+        return {(skip_set, choices): x for skip_set, choices, x in named if skip_set or choices}  # else it is plain decoding
+
+    def _head(self):
+        """The name of the cheapest way to compute the head."""
+        return min(self.whole, key=lambda name: self.latency.way(name).head())
+
+    def _ways(self, model, item, n, narrow):
         """How the item is kept at n, and the cheaper ways. One that saves a third is how it is kept."""
         whole, narrow = ([(name, self.latency.sublayer(item, n, name), model.way(item, name)) for name in names]
-                         for names in (self.whole, self.narrow))  # fmt: skip
+                         for names in (self.whole, narrow))  # fmt: skip
         least = min(whole, key=lambda way: way[1])
         cheaper = [way for way in narrow if way[2] not in [other[2] for other in whole]]  # on an MLP a window is no other way
         return [way for way in cheaper if way[1] <= least[1] * 2 / 3][:1] or [least, *cheaper]

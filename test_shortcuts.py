@@ -116,6 +116,19 @@ def test_an_attention_is_not_read_whole_where_a_window_saves_most_of_it(choices,
         assert drafting and all({plan.choices[b] for b in range(0, 2 * L, 2)} == {"window"} for plan in drafting)
 
 
+def test_a_text_that_needs_all_of_its_context_is_drafted_with_it(monkeypatch):
+    """Windows take the place of whole attentions as in the test before, but here what they compute is noise."""
+    model, prompt = model_with_choices(), random_tokens(60, random_model().config, seed=5).tolist()
+    for b in range(0, 2 * L, 2):
+        model.table["window"][b] = lambda x, context: torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    latency = cheap_ways(L, per_key=1e-4)
+    planner = KnapSpec(replace(latency, ways=(("int8", replace(latency.way("int8"), attention_s=(2e-4, 2e-5))), latency.ways[1])),
+                       choices=CHOICES, share=1.0)  # fmt: skip
+    result = generate(model, prompt, max_new_tokens=40, planner=planner)
+    assert result.token_ids == generate(model, prompt, max_new_tokens=40).token_ids and result.accepted > 10
+    assert all("window" not in plan.choices for _, plan, _ in result.plans if plan.gamma)
+
+
 def test_a_way_that_saves_next_to_nothing_does_not_hide_what_can_be_skipped(monkeypatch):
     """Windows that save a tenth, or that noise makes look cheaper for an MLP, on which they are the same function."""
     monkeypatch.setattr(shortcuts, "WIDTH", 8)
