@@ -243,7 +243,7 @@ class KnapSpec(Planner):
         self.rejections, self.exposure = self.PRIOR
         # Which drafts are rejected grows in proportion to their 1 − confidence, summed here over those tried.
         self.missed, self.unsure = 0.0, 0.0
-        self.made, self.spent_s = 0.0, 0.0  # tokens of the latest drafting rounds, and what they cost by the present prices
+        self.made, self.spent = 0.0, 0.0  # tokens of the latest drafting rounds, and what they cost in plain steps
 
     # What things cost now: the profile, corrected by what this run really took.
 
@@ -369,24 +369,27 @@ class KnapSpec(Planner):
         rates = tokens_per_time(alpha, [self.draft_s(n, c.skip_set, L, c.choices) for c in self.candidates], verify_s)
         choice, gamma = divmod(int(rates.argmax()), rates.size(1))
         if gamma > 0:
-            self.chosen = self.candidates[choice]
-            best = self.chosen
-            self.current = Plan(best.skip_set, gamma, alpha[choice].item(), rates[choice, gamma].item(), best.choices)
+            best = self.chosen = self.candidates[choice]
+            bound = self.gamma_max if self.stop == "renewal" else gamma  # that rule alone ends a draft
+            self.current = Plan(best.skip_set, bound, alpha[choice].item(), rates[choice, gamma].item(), best.choices)
 
     def keep_drafting(self, session, plan, confidences):
         if self.stop == "fixed":
             return True
         if self.stop == "confidence":
             return confidences[-1] >= self.threshold
-        # One more token pays if the chance that it is accepted, and all before it, exceeds its price in tokens.
+        # More tokens pay if those expected to be accepted exceed their price in tokens. The confidences tell the chance
+        # that all so far are; α the chance of each further one, as many as pay best: a longer block can cost little more.
         n, L, k = session.cache.length, session.model.config.n_layer, len(confidences)
         risk = (self.window * (1 - plan.alpha) + self.missed) / (self.window * 0.35 + self.unsure)
-        chance = math.prod(max(1 - risk * (1 - c), 0) for c in confidences) * plan.alpha
-        verify_s = self.verify_s(n, L)
-        price_s = self.draft_s(n, plan.skip_set, L, plan.choices) + verify_s[min(k + 1, self.gamma_max)] - verify_s[k]
-        trust_s = 4 * verify_s[0]  # the plan's own rate counts as if it had been kept up for so long
-        rate = (self.made + plan.tokens_per_second * trust_s) / (self.spent_s + trust_s)
-        return chance > rate * price_s
+        chance = math.prod(max(1 - risk * (1 - c), 0) for c in confidences)
+        draft_s, verify_s = self.draft_s(n, plan.skip_set, L, plan.choices), self.verify_s(n, L)
+        # The rate so far, in which the plan's own counts as if kept up for 4 steps; no more than is now thought possible.
+        promised = plan.tokens_per_second * verify_s[0]
+        rate = min(promised, (self.made + 4 * promised) / (self.spent + 4)) / verify_s[0]
+        further = range(1, plan.gamma - k + 1)
+        gains = (chance * (expected_tokens(plan.alpha, m) - 1) - rate * (m * draft_s + verify_s[k + m] - verify_s[k]) for m in further)
+        return max(gains, default=0) > 0
 
     def observe(self, session, round):
         """Counts what was accepted, and corrects the profile by what the round took."""
@@ -400,8 +403,9 @@ class KnapSpec(Planner):
         self.unsure += sum(1 - c for c in round.confidences[:tried])
         n, L = round.position, session.model.config.n_layer
         if round.drafted:
-            cost_s = round.drafted * self.draft_s(n, round.plan.skip_set, L, round.plan.choices) + self.verify_s(n, L)[round.drafted]
-            self.made, self.spent_s = 0.9 * self.made + round.accepted + 1, 0.9 * self.spent_s + cost_s
+            verify_s = self.verify_s(n, L)
+            cost_s = round.drafted * self.draft_s(n, round.plan.skip_set, L, round.plan.choices) + verify_s[round.drafted]
+            self.made, self.spent = 0.9 * self.made + round.accepted + 1, 0.9 * self.spent + cost_s / verify_s[0]
         if session.temperature > 0:  # plans must not depend on the clock: the same seed gives the same text
             return
         self.speed += 0.1 * (round.verify_s / self.latency.verify(n, round.drafted + 1) - self.speed)

@@ -97,7 +97,7 @@ def test_greedy_text_is_the_plain_text_while_knapspec_plans_again_and_again(monk
         assert generation.token_ids == generate(model, prompt, max_new_tokens=30).token_ids
         drafted, accepted = drafted + generation.drafted, accepted + generation.accepted
         plans += len(generation.plans)
-    assert 0 < accepted < drafted and plans > 4
+    assert 0 < accepted < drafted and plans > 2
 
 
 def test_skipping_nothing_or_everything_is_never_wrong():

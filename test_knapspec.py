@@ -10,11 +10,12 @@ CASES.md, Planning -> tests here
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
-from decoding import generate, sampling_probs
+from decoding import Plan, generate, sampling_probs
 from knapspec import (
     Branches,
     KnapSpec,
@@ -244,6 +245,19 @@ def test_what_was_seen_outweighs_the_estimate_in_time():
     session = type("", (), {"cache": type("", (), {"length": 30}), "model": model})
     planner._choose(session)
     assert planner.current.gamma == 0
+
+
+@pytest.mark.parametrize("confidence, pays", [(1.0, True), (0.1, False)])
+def test_a_draft_goes_on_if_some_longer_one_pays(confidence, pays):
+    """Behind two drafts, a third costs half a step to make and half to verify: more than the 0.9 tokens that it may bring.
+
+    It pays only where the tokens behind it are verified for nothing, and the two are likely to stand."""
+    session = type("", (), {"cache": type("", (), {"length": 0}), "model": random_model(tiny_config(n_layer=4))})
+    latency, plan = latency_model(4, head_s=0.0, attention_s=(1e-3, 0.0)), Plan(frozenset(range(2, 6)), 8, 0.9, 1 / 8e-3)
+    for at_nine, expected in [(1.5, pays), (4.0, False)]:
+        verify_s = tuple((k, steps * 8e-3, 0.0) for k, steps in ((1, 1.0), (3, 1.0), (4, 1.5), (9, at_nine)))
+        planner = KnapSpec(replace(latency, verify_s=verify_s))
+        assert planner.keep_drafting(session, plan, [confidence, confidence]) == expected
 
 
 def test_a_certified_state_never_disagrees():
