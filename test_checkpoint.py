@@ -1,6 +1,6 @@
 """Loading: what is read exactly, what is refused by name, and that nothing of a checkpoint ever runs.
 
-Rows of CASES.md -> tests
+What goes wrong for users -> tests
   tied embeddings, lm_head.weight      test_tied_head_is_the_embedding, test_head_beside_a_tied_embedding_is_ignored,
                                        test_missing_tensor_is_named
   head_dim, num_key_value_heads        test_head_dim_and_kv_heads_follow_the_file_or_the_usual
@@ -20,7 +20,7 @@ Rows of CASES.md -> tests
   empty prompt                         test_begin_of_text_id_comes_from_the_tokenizer_then_the_config
   chat template missing, calls Python  test_no_template_is_an_error, test_template_cannot_reach_python
   characters that span tokens          test_stream_shows_whole_characters, test_stream_equals_decode_for_any_ids
-No code from a checkpoint runs (issue "Exact and hard to break", 6): test_index_cannot_leave_its_folder,
+No code from a checkpoint runs: test_index_cannot_leave_its_folder,
   test_damaged_safetensors_are_refused, test_config_sizes_are_checked_before_allocation, test_template_cannot_reach_python.
 """
 

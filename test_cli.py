@@ -1,6 +1,6 @@
 """The command line, run as a user runs it, on a tiny random checkpoint.
 
-CASES.md, row -> test:
+Case -> test:
 - end with what was printed and a report on Ctrl-C -> test_ctrl_c_keeps_what_was_printed, test_a_real_ctrl_c_...
 - max_new_tokens 0, 1; negative -> test_exactly_as_many_tokens_as_asked_for, test_a_mistake_is_one_line_that_helps
 - prompt longer than the context, or prompt + new tokens -> test_a_prompt_that_fills_the_context_is_refused,

@@ -1,6 +1,6 @@
 """decoding.py, sections 2 to 4: drafts change how fast a text comes, never the text. (Sampling: test_sampling.py.)
 
-CASES.md, Decoding                                   tests
+case                                                 tests
 rejection at each position; everything accepted      test_the_cache_after_every_round_is_that_of_a_fresh_prefill
 the draft skipped attention in some layers           the same; test_model.py: test_rolling_back_is_a_fresh_prefill
 end-of-text first, inside the drafts, as bonus       test_nothing_comes_behind_an_end_of_text, test_a_rejected_end_of_text_ends_nothing
@@ -17,9 +17,9 @@ draft equal to target                                test_a_draft_equal_to_the_t
 γ 0, 1; nothing, everything skipped                  test_greedy_text_is_the_plain_text, test_skipping_nothing_or_everything_is_never_wrong
 the same seed, plain and speculative                 test_the_same_seed_gives_the_same_text_twice; test_cli.py
 two calls; an exception or Ctrl-C inside a draft     test_an_interrupted_call_leaves_the_model_fit, test_a_draft_puts_the_cache_back
-CASES.md, Numbers: near ties in bfloat16             test_in_bfloat16_the_first_difference_is_a_near_tie
-CASES.md, Planning: acceptance statistics            test_only_the_accepted_prefix_counts
-CASES.md's rows in reality: test_default_model.py.
+near ties in bfloat16                                test_in_bfloat16_the_first_difference_is_a_near_tie
+acceptance statistics                                test_only_the_accepted_prefix_counts
+The same on a real model: test_default_model.py.
 """
 
 import itertools

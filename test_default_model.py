@@ -1,6 +1,6 @@
 """The default model, a real one: its text does not depend on what is drafted. Skipped where it is not in the cache.
 
-CASES.md, Decoding: rejection, acceptance and end-of-text where they really occur.
+Rejection, acceptance and end-of-text are seen where they really occur.
 `ALL_PROMPTS=1 pytest test_default_model.py` runs 64 tokens of the whole of prompts.jsonl in place of 16 of a short prompt.
 """
 

@@ -1,6 +1,6 @@
 """The method: tokens per time, the knapsack against its recurrence spelled out, the planner's decisions, the certificate.
 
-CASES.md, Planning -> tests here
+Case -> tests here
   budget 0; items cheaper than a unit; equal latencies; window of 1; zero or NaN states
                                         -> test_odd_inputs_end_finite_and_the_same_each_time
   every subset enumerated               -> test_survivors_are_those_of_the_recurrence, test_best_found_is_near_the_true_best

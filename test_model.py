@@ -1,6 +1,6 @@
 """model.py: the numbers equal transformers', and skipping, caching and chunking change none of them.
 
-CASES.md, Numbers                                  tests
+case                                               tests
 RoPE at position 4,095 and beyond, bfloat16        test_rotary_tables_in_half_precision_are_float32_ones_rounded_once, test_golden_logits,
                                                    test_rotary_tables_equal_transformers
 RMSNorm in half precision                          test_rmsnorm_in_half_precision_is_computed_in_float32
@@ -8,7 +8,7 @@ several new tokens against a filled cache          test_any_chunking_gives_the_s
 near-tied top logits in bfloat16                   test_decoding.py: test_in_bfloat16_the_first_difference_is_a_near_tie
 long prompt, large vocabulary                      test_the_head_is_computed_on_the_last_rows_only, test_decoding.py: test_prefill_computes_the_head_on_the_window_only
 NaN or infinite logits                             test_decoding.py: test_logits_that_are_not_finite_raise
-CASES.md, Loading, as far as it is about numbers   the tests against transformers
+loading, as far as it is about numbers             the tests against transformers
 """
 
 import copy

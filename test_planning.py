@@ -2,7 +2,7 @@
 
 test_knapspec.py has the method step by step; here each part meets something written independently of it.
 
-CASES.md, Planning                                tests (those without a file are here or in test_knapspec.py)
+case                                              tests (those without a file are here or in test_knapspec.py)
 budget 0; all items cheaper than one unit; equal  test_knapsack_is_the_recurrence, test_odd_inputs_end_finite_and_the_same_each_time
 latencies; a window of 1 token; zero or NaN
 up to 12 items, every subset enumerated           test_knapsack_is_the_recurrence, test_the_best_survivor_is_close_to_the_best_of_all_subsets

@@ -1,6 +1,6 @@
 """profile.py: the fit finds known costs, a stored profile is used only where it fits, and Python's own profile lives on.
 
-CASES.md: "a saved latency profile of another device, dtype, model or thread count" ->
+A saved latency profile of another device, dtype, model or thread count ->
 test_a_stored_profile_is_used_again and test_a_profile_of_something_else_is_not_used.
 """
 

@@ -1,9 +1,8 @@
 """decoding.py, sections 1 and 2: what is sampled follows the target's distribution exactly, whatever is drafted.
 
-CASES.md, Decoding                              tests
+case                                            tests
 temperature and top-p in draft and target       test_speculative_text_has_exactly_the_plain_distribution, test_accept_passes_a_chi_square_test
 temperature 0, 1e-4, 1e-10; top_p 0, 1e-8, 1    test_small_temperatures_and_top_p_approach_greedy, test_probabilities_equal_a_plain_computation
-CASES.md, Numbers
 NaN or infinite logits                          test_logits_that_are_not_finite_raise
 """
 
