@@ -222,7 +222,7 @@ class KnapSpec(Planner):
     latency: a profile.LatencyModel. choices: what may become of an item, {"full", "skip"} in the paper; further names
     must be in the model's table and the profile (shortcuts.py). gamma_max, window (W), interval (tokens between
     plannings), tau and budget are the method's. stop ends a draft: "fixed" at the plan's γ, "confidence" under
-    `threshold`, "renewal" where the next token is not worth its price (`keep_drafting`).
+    `threshold`, "renewal" where no more tokens are worth their price (`keep_drafting`), γ being gamma_max.
     Ours, and how to turn it off: price "full" ("paper": no head, verification costs one step); alphas "pooled"
     ("share": each candidate's own share of the window); share, the largest part of the time to spend on planning
     (1.0); max_branches (None: all that can win); layers False (True: whole layers are kept or skipped).
@@ -248,6 +248,7 @@ class KnapSpec(Planner):
     # What things cost now: the profile, corrected by what this run really took.
 
     def draft_s(self, n, skip_set, n_layer, choices=None):
+        """Seconds of one draft token behind n tokens."""
         if self.price == "paper":
             return self.latency.draft(skip_set, n, n_layer) - self.latency.head()
         return self.latency.draft(skip_set, n, n_layer, choices) * self.speed * self.draft_factor
@@ -259,6 +260,7 @@ class KnapSpec(Planner):
         return [self.latency.verify(n, k) * self.speed for k in range(1, self.gamma_max + 2)]
 
     def plan(self, session):
+        """Plans anew where that is due and affordable, else chooses again among the candidates."""
         if session.generation.rounds == 0:  # another text: prices and slopes stay, plans do not
             self.candidates, self.current, self.chosen = [], Plan(), None
             self.next_position, self.wait, self.planned_s, self.retry = 0, self.interval, 0.0, math.inf
@@ -374,6 +376,7 @@ class KnapSpec(Planner):
             self.current = Plan(best.skip_set, bound, alpha[choice].item(), rates[choice, gamma].item(), best.choices)
 
     def keep_drafting(self, session, plan, confidences):
+        """confidences: of all tokens drafted so far. Source of "renewal": the renewal-reward theorem."""
         if self.stop == "fixed":
             return True
         if self.stop == "confidence":

@@ -165,7 +165,7 @@ class Linear:
 
 
 class RMSNorm(nn.Module):
-    """Scales each row to a root mean square of 1 in float32, casts back, then multiplies by the weight."""
+    """Scales each row of x (…, H) to a root mean square of 1 in float32, casts back, then multiplies by the weight."""
 
     def __init__(self, size, eps):
         super().__init__()
@@ -178,7 +178,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; `pack` stacks q, k, v once the weights are there."""
+    """Grouped-query attention with rotary positions, (N, H) -> (N, H); `pack` stacks q, k, v once the weights are there."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -210,7 +210,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU, (N, H) -> (N, H): down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config):
         super().__init__()
