@@ -478,7 +478,7 @@ def _run_context(arguments):
     last = longest - arguments.max_new_tokens
     if last < 1:
         raise ValueError(f"no room for {arguments.max_new_tokens} new tokens in a context of {longest}: pass fewer")
-    contexts = [128 << i for i in range(32) if 128 << i < 0.75 * last] + [last]
+    contexts = [128 << i for i in range(32) if 128 << i < 0.9 * last] + [last]
     result = context(model, _latency(model, longest), _text_ids(tokenizer, prompts, longest), contexts=contexts,
                      new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, budget=arguments.budget)  # fmt: skip
     return _report(arguments, model, result, context_table(result), [contexts[0], longest])
