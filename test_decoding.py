@@ -88,7 +88,7 @@ def test_greedy_text_is_the_plain_text(config, prompt_tokens):
 @pytest.mark.parametrize("prompt_tokens", [1, 300])
 def test_greedy_text_is_the_plain_text_while_knapspec_plans_again_and_again(monkeypatch, stop, prompt_tokens):
     drafted = accepted = plans = 0
-    for seed in range(2):
+    for seed in range(3):
         model = random_model(DEEP, seed=seed, faint=FAINT, epsilon=0.15)
         machine = SimulatedMachine(model, latency_model(5), monkeypatch)
         planner = KnapSpec(machine.latency, interval=3, share=1.0, stop=stop, threshold=0.3, gamma_max=12)
@@ -97,7 +97,7 @@ def test_greedy_text_is_the_plain_text_while_knapspec_plans_again_and_again(monk
         assert generation.token_ids == generate(model, prompt, max_new_tokens=30).token_ids
         drafted, accepted = drafted + generation.drafted, accepted + generation.accepted
         plans += len(generation.plans)
-    assert 0 < accepted < drafted and plans > 2
+    assert 0 < accepted < drafted and plans > 4
 
 
 def test_skipping_nothing_or_everything_is_never_wrong():
