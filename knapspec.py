@@ -270,13 +270,17 @@ class KnapSpec(Planner):
             self._replan(session, branches)
         elif self.current.gamma > 0 or n >= self.retry:
             if self.current.gamma == 0:  # plain decoding brings no news; what was seen of drafts loses half its weight
-                for c in self.candidates:
-                    c.accepted, c.tried = c.accepted / 2, c.tried / 2
+                self._fade()
                 self.rejections, self.exposure = ((s + p) / 2 for s, p in zip((self.rejections, self.exposure), self.PRIOR))
             self._choose(session)
             if self.current.gamma == 0:  # too much was rejected here: ask again later, ever more seldom
                 self.retry, self.patience = n + self.patience, 2 * self.patience
         return self.current
+
+    def _fade(self):
+        """What was seen of the candidates loses half its weight."""
+        for c in self.candidates:
+            c.accepted, c.tried = c.accepted / 2, c.tried / 2
 
     def _affordable(self, session):
         """How many branches keep all planning under `share` of the generation's time, at the speed now expected.
@@ -303,6 +307,7 @@ class KnapSpec(Planner):
         found = self._search(session, states, self.narrow, branches)
         if self.narrow and all(choices and set(choices) & set(self.narrow) for _, choices in found):
             found |= self._search(session, states, [], 1)  # for a text that needs all of its context
+        self._fade()
         known, self.candidates = {(c.skip_set, c.choices): c for c in self.candidates}, []
         # 5. α: how often the draft samples what the target does; at temperature 0 the share of equal argmaxes.
         if found:
@@ -313,7 +318,7 @@ class KnapSpec(Planner):
             rejected, far = (1 - same).mean(-1).tolist(), distance(x, states[-1])[0].mean(-1).tolist()
             for key, *measured in zip(found, far, rejected):
                 seen = known.get(key, Candidate(*key, 0.0, 0.0))
-                self.candidates.append(Candidate(*key, *measured, seen.accepted / 2, seen.tried / 2))
+                self.candidates.append(Candidate(*key, *measured, seen.accepted, seen.tried))
             self.rejections, self.exposure = self.rejections + sum(rejected), self.exposure + sum(far)
         before = self.current
         self._choose(session)
@@ -333,12 +338,16 @@ class KnapSpec(Planner):
             rates = tokens_per_time(self._alpha(far), full_s - saved_s * self.speed * self.draft_factor, verify_s)
             return rates[:, 1:].max(-1).values * verify_s[0]
 
-        found = knapsack(session.model, session.cache, states, [way[0][1] for way in ways], budget=self.budget, tau=self.tau,
-                         items=[(2 * i, 2 * i + 1) for i in range(L)] if self.layers else None,
-                         ways=ways, gain=gain if self.max_branches else None, max_branches=branches)  # fmt: skip
-        named = ((skip_set, tuple(names.get(b, name) for b, name in enumerate(kept)), x) for skip_set, names, _, x in found)
-        named = ((skip_set, None if set(choices) == {"full"} else choices, x) for skip_set, choices, x in named)
-        return {(skip_set, choices): x for skip_set, choices, x in named if skip_set or choices}  # else it is plain decoding
+        drafts = knapsack(session.model, session.cache, states, [way[0][1] for way in ways], budget=self.budget, tau=self.tau,
+                          items=[(2 * i, 2 * i + 1) for i in range(L)] if self.layers else None,
+                          ways=ways, gain=gain if self.max_branches else None, max_branches=branches)  # fmt: skip
+        found = {}
+        for skip_set, names, _, x in drafts:
+            choices = tuple(names.get(b, name) for b, name in enumerate(kept))
+            choices = None if set(choices) == {"full"} else choices
+            if skip_set or choices:  # else it is plain decoding
+                found[skip_set, choices] = x
+        return found
 
     def _head(self):
         """The name of the cheapest way to compute the head."""
@@ -390,9 +399,8 @@ class KnapSpec(Planner):
         # The rate so far, in which the plan's own counts as if kept up for 4 steps; no more than is now thought possible.
         promised = plan.tokens_per_second * verify_s[0]
         rate = min(promised, (self.made + 4 * promised) / (self.spent + 4)) / verify_s[0]
-        further = range(1, plan.gamma - k + 1)
-        gains = (chance * (expected_tokens(plan.alpha, m) - 1) - rate * (m * draft_s + verify_s[k + m] - verify_s[k]) for m in further)
-        return max(gains, default=0) > 0
+        return any(chance * (expected_tokens(plan.alpha, m) - 1) > rate * (m * draft_s + verify_s[k + m] - verify_s[k])
+                   for m in range(1, plan.gamma - k + 1))  # fmt: skip
 
     def observe(self, session, round):
         """Counts what was accepted, and corrects the profile by what the round took."""
