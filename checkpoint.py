@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from default_model import OR_A_FOLDER, convert_gguf, fetch_default_gguf
+from graphs import use_graphs
 from model import Config, Transformer
 from tokenizer import Tokenizer, build_tokenizer, first_line
 
@@ -46,6 +47,8 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
         model.load(read_tensors(tensors, device, dtype, progress))
     except torch.OutOfMemoryError:
         raise ValueError(f"the model does not fit on {device}: pass --device cpu, or a smaller --model") from None
+    if device.type == "cuda":
+        use_graphs(model)
     return model, tokenizer
 
 

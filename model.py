@@ -196,6 +196,10 @@ class Attention(nn.Module):
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
     def forward(self, x, context):
+        return self.out(self.attend(*self.project(x, context.cos, context.sin), context))
+
+    def project(self, x, cos, sin):
+        """x (N, H) -> q (N, n_head, D), rotated, k (N, n_kv_head, D), rotated, and v (N, n_kv_head, D)."""
         config = self.config
         heads = self.qkv(x).view(x.size(0), -1, config.head_dim)  # (N, n_head + 2 n_kv_head, D)
         qk, v = heads.split((config.n_head + config.n_kv_head, config.n_kv_head), 1)
@@ -203,10 +207,13 @@ class Attention(nn.Module):
             q, k = qk.split((config.n_head, config.n_kv_head), 1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
         first, second = qk.chunk(2, -1)
-        qk = torch.addcmul(qk * context.cos, torch.cat((second, first), -1), context.sin)
-        q, k = qk.split((config.n_head, config.n_kv_head), 1)
+        qk = torch.addcmul(qk * cos, torch.cat((second, first), -1), sin)
+        return *qk.split((config.n_head, config.n_kv_head), 1), v
+
+    def attend(self, q, k, v, context):
+        """What `project` gave -> the heads' mixtures of values, (N, n_head * D). The only part that sees other tokens."""
         keys, values = context.extend(self.layer, k, v)
-        return self.out(grouped_attention(q, keys, values, context.mask))
+        return grouped_attention(q, keys, values, context.mask)
 
 
 class MLP(nn.Module):

@@ -189,7 +189,7 @@ def latency_model(model, *, context, gamma_max, progress=False):
     key = {
         "config": asdict(model.config), "device": device_name(model.device), "dtype": str(model.dtype),
         "threads": torch.get_num_threads(), "ways": sorted(model.table), "torch": torch.__version__, "lengths": lengths, "gamma_max": gamma_max,
-        "code": hashlib.sha256(b"".join(Path(__file__).with_name(f).read_bytes() for f in ("model.py", "profile.py"))).hexdigest(),
+        "code": hashlib.sha256(b"".join(Path(__file__).with_name(f).read_bytes() for f in ("model.py", "graphs.py", "profile.py"))).hexdigest(),
     }  # fmt: skip
     text = json.dumps(key, sort_keys=True)
     path = cache_folder() / "profiles" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

@@ -18,7 +18,7 @@ def tiny_config(**changes):
     return Config(**usual | changes)
 
 
-def random_model(config=None, *, seed=0, scale=0.3, dtype=torch.float32, faint=(), epsilon=0.0):
+def random_model(config=None, *, seed=0, scale=0.3, device="cpu", dtype=torch.float32, faint=(), epsilon=0.0):
     """A Transformer with seeded random weights. What the items in `faint` add is scaled by epsilon; 0: they add nothing."""
     config = config or tiny_config()
     model = Transformer(config)
@@ -33,7 +33,7 @@ def random_model(config=None, *, seed=0, scale=0.3, dtype=torch.float32, faint=(
         for name in weights:
             if name.startswith(f"model.layers.{item // 2}.{output}."):
                 weights[name] *= epsilon
-    return model.load((name, tensor.to(dtype)) for name, tensor in weights.items())
+    return model.load((name, tensor.to(device, dtype)) for name, tensor in weights.items())
 
 
 def random_tokens(count, config, seed=0):
