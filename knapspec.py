@@ -169,9 +169,9 @@ def prune(branches, far, gain, capacity, ahead_s, total_s, max_branches):
     """
     far = far[[p.block for p in branches]].double().cpu()
     saved_s = torch.tensor([p.saved_s for p in branches], dtype=torch.float64)
-    hope = gain(far, (saved_s + ahead_s).clamp(max=capacity))
     stretch = total_s / max(total_s - ahead_s, 1e-12)
-    course = gain(far * stretch**0.5, (saved_s * stretch).clamp(max=capacity))
+    at_end_s = torch.cat((saved_s + ahead_s, saved_s * stretch)).clamp(max=capacity)
+    hope, course = gain(torch.cat((far, far * stretch**0.5)), at_end_s).chunk(2)
     course[0] = math.inf
     course[hope <= 1] = -math.inf
     chosen = course.argsort(descending=True, stable=True)[:max_branches].sort().values
