@@ -51,7 +51,7 @@ class Capture:
 
 def graphed(layer, buffers, capture):
     """Functions like layer.attention and layer.feed_forward, (x, context) -> x, that replay graphs."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
 
     def before(b):
         q, k, v = attention.project(layer.input_layernorm(b.x), b.cos, b.sin)
@@ -61,11 +61,13 @@ def graphed(layer, buffers, capture):
         b.x.add_(attention.out(b.mixed))
 
     def whole(b):
-        b.x.add_(mlp(layer.post_attention_layernorm(b.x)))
+        b.x.copy_(layer.feed_forward(b.x, None))
 
     replay = {(part, b): capture(functools.partial(part, b)) for b in buffers for part in (before, after, whole)}
 
     def with_graphs(sublayer, steps):
+        """sublayer by steps(buffers, N, context) on the smallest buffers that hold x, or as it is where none do."""
+
         def run(x, context):
             N = x.size(0)
             b = next((b for b in buffers if b.size >= N), None)

@@ -187,8 +187,9 @@ def test_rows_where_drafts_pay(monkeypatch, tmp_path, machine):
     assert results["rows"]["long"]["met"] and results["rows"]["long"]["measured"].endswith("× at 256 tokens")
     assert 0.001 < results["rows"]["planning"]["details"]["split"] < 0.2
     assert results["rows"]["rates"]["met"], results["rows"]["rates"]
-    details = results["rows"]["rates"]["details"]
-    assert 0.0499 < details["mean_error"] <= 0.1 and details["with_drift"] == pytest.approx(1.05 / 0.8 - 1)
+    errors = results["rows"]["rates"]["details"]["mean_error"]
+    assert pytest.approx(0.05) in errors and max(errors) <= 0.1
+    assert pytest.approx(1.05 / 0.8 - 1) in results["rows"]["rates"]["details"]["with_drift"]
     error, of_split = results["rows"]["alpha"]["details"], runs["generation/split/question-sky"]
     measured = abs(of_split["expected"] - of_split["accepted"]) / of_split["tried"]
     assert error["while_drafting"] == pytest.approx((0.1 + 0.1 + measured) / 3)

@@ -11,7 +11,7 @@ import graphs
 from decoding import generate
 from graphs import SIZES, Buffers, use_graphs
 from knapspec import KnapSpec
-from model import KVCache
+from model import Context, KVCache
 from shortcuts import add_window
 from testing_models import (
     Restless,
@@ -64,14 +64,16 @@ def test_graphs_give_the_same_logits_and_states(stand_in, config, N):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)  # other numbers of rows round differently
 
 
-def test_sublayers_with_graphs_return_tensors_of_their_own(stand_in):
+@pytest.mark.parametrize("item", [0, 1])
+def test_sublayers_with_graphs_return_tensors_of_their_own(stand_in, item):
     """The knapsack runs a sublayer on several branches in turn and keeps what each gave."""
     _, model = pair(tiny_config())
     cache = KVCache(model.config, 8)
     x = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
-    first = model.sublayers[1](x, None)
-    kept, same = first.clone(), x.clone()
-    model.sublayers[1](first, None)
+    same = x.clone()
+    first = model.sublayers[item](x, Context(cache, 2))
+    kept = first.clone()
+    model.sublayers[item](first, Context(cache, 2))
     assert torch.equal(first, kept) and torch.equal(x, same) and cache.length == 0
 
 
@@ -133,11 +135,7 @@ def test_without_graphs_where_they_fail_or_are_wrong(monkeypatch, capture, told)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("config", MODELS)
 def test_graphs_on_a_gpu(config):
-    plain = random_model(config, device="cuda")
-    model = random_model(config, device="cuda")
-    use_graphs(model)
-    assert model.sublayers[0].__name__ == "run"
-    prompt = random_tokens(30, config).tolist()
+    (plain, model), prompt = pair(config, device="cuda"), random_tokens(30, config).tolist()
     expected = generate(plain, prompt, max_new_tokens=60).token_ids
     for planner in (None, *map(Restless, range(5))):
         assert generate(model, prompt, max_new_tokens=60, planner=planner).token_ids == expected
