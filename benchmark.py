@@ -29,6 +29,7 @@ def main(argv=None):
 
 
 def build_parser():
+    """One subcommand for each measurement, which sets `run`, the function that carries it out."""
     parser = Parser(prog="benchmark.py", allow_abbrev=False, description="Measure KnapSpec, and make models to measure it on.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     command = commands.add_parser("plant", help="double a model's layers with sublayers that hardly matter")

@@ -103,6 +103,7 @@ def choice_list(text):
 
 
 def build_parser():
+    """All options of knapspec.py; one that belongs to a method is None where it was not given."""
     parser = Parser(
         prog="knapspec.py", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Decode with a language model that drafts for itself: the same text as plain decoding, in less time.",
@@ -161,6 +162,7 @@ def parse(argv):
 
 
 def read_prompt(args):
+    """The text of --prompt, or of --prompt-file, in UTF-8. Raises ValueError."""
     if args.prompt is not None:
         return args.prompt
     source = 0 if args.prompt_file == "-" else args.prompt_file
