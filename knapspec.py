@@ -426,6 +426,6 @@ class KnapSpec(Planner):
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.cli import main
 
     raise SystemExit(main())

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import cache_folder
+from loading.checkpoint import cache_folder
 from model import KVCache
 
 REPEATS = 5
@@ -186,10 +186,13 @@ def latency_model(model, *, context, gamma_max, progress=False):
     longest = min(max(512, 1 << (context - 1).bit_length()), model.config.max_position)
     longest = max(longest - gamma_max - 1, 1)
     lengths = sorted({min(64, longest), max(longest // 2, 1), longest})
+    folder = Path(__file__).parent
+    code = [folder / "model.py", folder / "profile.py", *sorted(folder.glob("beyond/*.py"))]  # what is timed, and how
     key = {
         "config": asdict(model.config), "device": device_name(model.device), "dtype": str(model.dtype),
         "threads": torch.get_num_threads(), "ways": sorted(model.table), "torch": torch.__version__, "lengths": lengths, "gamma_max": gamma_max,
-        "code": hashlib.sha256(b"".join(Path(__file__).with_name(f).read_bytes() for f in ("model.py", "graphs.py", "profile.py"))).hexdigest(),
+        "sublayer": model.sublayers[0].__qualname__,  # another one where it runs as a CUDA graph
+        "code": hashlib.sha256(b"".join(f.read_bytes() for f in code)).hexdigest(),
     }  # fmt: skip
     text = json.dumps(key, sort_keys=True)
     path = cache_folder() / "profiles" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

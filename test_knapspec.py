@@ -26,7 +26,7 @@ from knapspec import (
     tokens_per_time,
 )
 from model import KVCache
-from testing_models import (
+from tests.testing_models import (
     latency_model,
     random_model,
     random_tokens,

@@ -21,10 +21,9 @@ from huggingface_hub import errors as hub_errors
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from default_model import OR_A_FOLDER, convert_gguf, fetch_default_gguf
-from graphs import use_graphs
+from loading.default_model import OR_A_FOLDER, convert_gguf, fetch_default_gguf
+from loading.tokenizer import Tokenizer, build_tokenizer, first_line
 from model import Config, Transformer
-from tokenizer import Tokenizer, build_tokenizer, first_line
 
 
 def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[Transformer, Tokenizer]:
@@ -47,8 +46,6 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
         model.load(read_tensors(tensors, device, dtype, progress))
     except torch.OutOfMemoryError:
         raise ValueError(f"the model does not fit on {device}: pass --device cpu, or a smaller --model") from None
-    if device.type == "cuda":
-        use_graphs(model)
     return model, tokenizer
 
 

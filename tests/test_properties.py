@@ -13,7 +13,7 @@ import torch
 from decoding import FixedPlanner, Plan, generate, sampling_probs
 from knapspec import KnapSpec, certified, knapsack
 from model import KVCache
-from testing_models import (
+from tests.testing_models import (
     Restless,
     SimulatedMachine,
     latency_model,

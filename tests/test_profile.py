@@ -19,9 +19,9 @@ from profile import LatencyModel, fit, latency_model, measure
 import pytest
 import torch
 
-from testing_models import random_model, tiny_config
+from tests.testing_models import random_model, tiny_config
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent.parent
 L = 5
 ATTENTION, MLP = frozenset(range(0, 2 * L, 2)), frozenset(range(1, 2 * L, 2))
 TRUE = LatencyModel(2e-3, 7e-4, (3e-4, 2e-7), ((1, 7e-3, 1e-6), (3, 8e-3, 1.5e-6), (5, 1.2e-2, 2e-6)), 0.0)
@@ -203,6 +203,6 @@ import sys
 sys.path = [path for path in sys.path if path not in ("", {str(FOLDER)!r})]
 import cProfile, profile, pytest
 assert not hasattr(profile, "LatencyModel")
-sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "test_profile.py"]))
+sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "tests/test_profile.py"]))
 """
     assert "test_the_fit_recovers_known_costs" in run_python("-c", code)

@@ -16,11 +16,11 @@ from profile import device_name
 import torch
 from tqdm import tqdm
 
-from baselines import DraftVerify, make_planner
-from checkpoint import default_model_folder
-from cli import difference, rate, write_json
+from cli.cli import difference, rate, write_json
 from decoding import Planner, generate
 from knapspec import KnapSpec
+from loading.checkpoint import default_model_folder
+from rivals.baselines import DraftVerify, make_planner
 
 # --- 1. Prompts ------------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ def make_rivals(model, tokenizer, folder, names, state, *, latency, options, sea
     """
     methods = {}
     if "knapspec+" in names:
-        import shortcuts
+        from beyond import shortcuts
 
         choices = shortcuts.add_choices(model, progress=progress)
     for name in names:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
 from decoding import FixedPlanner, Plan, generate
+from loading import checkpoint
 
-PROMPTS = [json.loads(line) for line in Path(__file__).with_name("prompts.jsonl").read_text("utf-8").splitlines()]
+PROMPTS = [json.loads(line) for line in (Path(__file__).parent.parent / "benchmark" / "prompts.jsonl").read_text("utf-8").splitlines()]
 FEW = [prompt for prompt in PROMPTS if prompt["id"] == "code-merge"]
 
 

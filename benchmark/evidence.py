@@ -20,15 +20,14 @@ from profile import latency_model, measure
 import torch
 from tqdm import tqdm
 
-import comparison
-import plots
-from baselines import METHODS, PROMPTS
-from checkpoint import load
-from cli import DEFAULTS, check_writable, encode_prompt, number, write_json
-from comparison import decode, heading, median, paired, shown, table
+from benchmark import comparison, plots
+from benchmark.comparison import decode, heading, median, paired, shown, table
+from cli.cli import DEFAULTS, check_writable, encode_prompt, number, write_json
 from decoding import FixedPlanner, Plan, Planner, generate, sampling_probs
 from knapspec import Branches, KnapSpec, distance, expected_tokens, tokens_per_time
+from loading.checkpoint import load
 from model import KVCache
+from rivals.baselines import METHODS, PROMPTS
 
 # --- 1. A window's judgement -----------------------------------------------------------------------------------------
 
@@ -488,7 +487,7 @@ def _run_choices(arguments):
     model, tokenizer, prompts = _prepare(arguments)
     longest = _longest(arguments, model.config)
     try:
-        import shortcuts
+        from beyond import shortcuts
     except ImportError:
         raise ValueError("shortcuts.py is missing: there is only full and skip to choose from") from None
     every = shortcuts.add_choices(model, progress=True)
@@ -508,7 +507,7 @@ def _run_window(arguments):
 
 def methods(text):
     """An argparse type: names with commas between, or "all" that can be had: transformers' only where it is installed."""
-    needs = dict.fromkeys(METHODS) | {"knapspec+": "shortcuts"} | dict.fromkeys(comparison.THEIRS, "transformers")
+    needs = dict.fromkeys(METHODS) | {"knapspec+": "beyond.shortcuts"} | dict.fromkeys(comparison.THEIRS, "transformers")
     here = [name for name, module in needs.items() if module is None or importlib.util.find_spec(module)]
     names = here if text == "all" else list(dict.fromkeys(text.split(",")))
     for name in names:

@@ -6,11 +6,11 @@ import statistics
 
 from tqdm import tqdm
 
-from comparison import decode, paired, table
+from benchmark.comparison import decode, paired, table
+from benchmark.evidence import probe
+from benchmark.planted import planted_items
 from decoding import FixedPlanner, Plan, Planner, generate
-from evidence import probe
 from knapspec import knapsack
-from planted import planted_items
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sublayers' time, saved in a draft

@@ -24,7 +24,7 @@ import knapspec
 from decoding import generate
 from knapspec import Branches, KnapSpec, certified, knapsack, tokens_per_time
 from model import Context
-from testing_models import (
+from tests.testing_models import (
     SimulatedMachine,
     latency_model,
     prefilled,

@@ -9,8 +9,11 @@ import time
 import pytest
 import torch
 
-import baselines
-from baselines import (
+from decoding import Plan, Planner, accept, draft, generate
+from knapspec import KnapSpec
+from model import KVCache
+from rivals import baselines
+from rivals.baselines import (
     ASD,
     DEL,
     METHODS,
@@ -24,10 +27,7 @@ from baselines import (
     make_planner,
     whole_blocks,
 )
-from decoding import Plan, Planner, accept, draft, generate
-from knapspec import KnapSpec
-from model import KVCache
-from testing_models import (
+from tests.testing_models import (
     SimulatedMachine,
     latency_model,
     prefilled,

@@ -41,12 +41,11 @@ from huggingface_hub import _CACHED_NO_EXIST
 from huggingface_hub import errors as hub_errors
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-import default_model
-import speed
-from checkpoint import load, read_config
+from benchmark import speed
+from loading import checkpoint, default_model
+from loading.checkpoint import load, read_config
+from loading.tokenizer import Tokenizer
 from model import KVCache, Transformer, rope_frequencies
-from tokenizer import Tokenizer
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 264, "hidden_size": 16,

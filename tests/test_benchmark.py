@@ -11,15 +11,14 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-import benchmark
-import checkpoint
-import evidence
-import speed
+from benchmark import commands as benchmark
+from benchmark import evidence, speed
+from benchmark.planted import plant, planted_items
+from benchmark.sweep import GAMMAS, contenders, sweep
 from decoding import FixedPlanner, Plan, generate
+from loading import checkpoint
 from model import KVCache, Transformer
-from planted import plant, planted_items
-from sweep import GAMMAS, contenders, sweep
-from testing_models import (
+from tests.testing_models import (
     SimulatedMachine,
     latency_model,
     random_model,

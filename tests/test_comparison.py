@@ -8,10 +8,9 @@ import re
 import pytest
 import torch
 
-import benchmark
-import comparison
-from checkpoint import load
-from comparison import (
+from benchmark import commands as benchmark
+from benchmark import comparison
+from benchmark.comparison import (
     begin,
     compare,
     decode,
@@ -22,11 +21,12 @@ from comparison import (
     summary,
     table,
 )
+from benchmark.planted import planted_items
 from decoding import FixedPlanner, Plan, Planner, generate
 from knapspec import KnapSpec
-from planted import planted_items
-from test_cli import write_model
-from testing_models import (
+from loading.checkpoint import load
+from tests.test_cli import write_model
+from tests.testing_models import (
     SimulatedMachine,
     latency_model,
     random_model,

@@ -26,14 +26,14 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-import baselines
-import checkpoint
-import cli
+from cli import cli
 from decoding import Generation, Plan
+from loading import checkpoint
 from model import Transformer
-from testing_models import latency_model
+from rivals import baselines
+from tests.testing_models import latency_model
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent.parent
 N_LAYER = 5
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}bot:"
 FIXED = ["--skip", "2,3,6", "--gamma", "3"]

@@ -1,17 +1,23 @@
-"""The command line of all experiments: `python benchmark.py COMMAND --help`. Each prints its table."""
+"""The command line of all experiments: `python -m benchmark COMMAND --help`. Each prints its table."""
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
-import cli
-import evidence
-from checkpoint import default_model_folder, fetcher, load, read_json
-from cli import Parser, number, say
-from planted import PLANTED, plant, planted_items
-from speed import ROWS, Bench, even_prompts, knapspec_planner, speed, speed_table
-from sweep import contenders, sweep, sweep_table, told
+from benchmark import evidence
+from benchmark.planted import PLANTED, plant, planted_items
+from benchmark.speed import (
+    ROWS,
+    Bench,
+    even_prompts,
+    knapspec_planner,
+    speed,
+    speed_table,
+)
+from benchmark.sweep import contenders, sweep, sweep_table, told
+from cli import cli
+from cli.cli import Parser, number, say
+from loading.checkpoint import default_model_folder, fetcher, load, read_json
 
 
 def main(argv=None):
@@ -103,7 +109,3 @@ def _run_speed(arguments):
         except KeyboardInterrupt:
             say(speed_table(bench.results))
             raise
-
-
-if __name__ == "__main__":
-    sys.exit(main())

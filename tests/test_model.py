@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import checkpoint
+from loading import checkpoint
 from model import KVCache, Linear, RMSNorm, Transformer, grouped_attention
-from testing_models import (
+from tests.testing_models import (
     prefilled,
     random_model,
     random_tokens,

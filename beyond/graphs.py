@@ -13,7 +13,6 @@ import warnings
 import torch
 
 from model import KVCache
-from tokenizer import first_line
 
 SIZES = 1, 2, 4, 8, 16  # rows of x; fewer are padded to the next size, more run without graphs
 
@@ -106,4 +105,4 @@ def use_graphs(model):
             raise RuntimeError("the graphs give other logits")
     except RuntimeError as error:
         model.sublayers = plain
-        warnings.warn(f"no CUDA graphs, so decoding is slower: {first_line(error)}")
+        warnings.warn(f"no CUDA graphs, so decoding is slower: {str(error).strip().partition(chr(10))[0]}")

@@ -8,10 +8,9 @@ from profile import LatencyModel
 import pytest
 import torch
 
-import benchmark
-import evidence
-from decoding import FixedPlanner, Plan, generate
-from evidence import (
+from benchmark import commands as benchmark
+from benchmark import evidence
+from benchmark.evidence import (
     judge,
     pearson,
     planned,
@@ -21,9 +20,10 @@ from evidence import (
     skip_sets_to_try,
     spread,
 )
-from planted import planted_items
-from test_cli import write_model
-from testing_models import (
+from benchmark.planted import planted_items
+from decoding import FixedPlanner, Plan, generate
+from tests.test_cli import write_model
+from tests.testing_models import (
     SimulatedMachine,
     latency_model,
     random_model,

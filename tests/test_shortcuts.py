@@ -6,11 +6,11 @@ from profile import measure
 import pytest
 import torch
 
-import shortcuts
+from beyond import shortcuts
 from decoding import FixedPlanner, Plan, generate
 from knapspec import Branches, KnapSpec
 from model import Context, KVCache
-from testing_models import random_model, random_tokens, tiny_config
+from tests.testing_models import random_model, random_tokens, tiny_config
 
 L = 4
 CHOICES = ["full", "int8", "window", "skip"]
@@ -142,7 +142,7 @@ def test_a_way_that_saves_next_to_nothing_does_not_hide_what_can_be_skipped(monk
 
 
 def cheap_ways(n_layer, per_key=1e-4):
-    from testing_models import latency_model
+    from tests.testing_models import latency_model
 
     full = latency_model(n_layer, attention_s=(1e-3, per_key))
     int8 = latency_model(n_layer, attention_s=(2e-4, per_key), mlp_s=3e-4)

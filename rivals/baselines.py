@@ -424,7 +424,7 @@ class Clasp(Rival):
 # --- By name ---------------------------------------------------------------------------------------------------------
 
 METHODS = ("autoregressive", "layerskip", "kangaroo", "del", "asd", "draft_verify", "swift", "clasp", "knapspec")
-PROMPTS = Path(__file__).with_name("prompts.jsonl")
+PROMPTS = Path(__file__).parent.parent / "benchmark" / "prompts.jsonl"
 
 
 def make_planner(name, model, latency, *, gamma_max=None, progress=False, tokenizer=None, calibration=None, search_s=120.0):

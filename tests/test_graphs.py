@@ -7,13 +7,13 @@ from itertools import product
 import pytest
 import torch
 
-import graphs
+from beyond import graphs
+from beyond.graphs import SIZES, Buffers, use_graphs
+from beyond.shortcuts import add_window
 from decoding import generate
-from graphs import SIZES, Buffers, use_graphs
 from knapspec import KnapSpec
 from model import Context, KVCache
-from shortcuts import add_window
-from testing_models import (
+from tests.testing_models import (
     Restless,
     latency_model,
     prefilled,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import checkpoint
+from loading import checkpoint
 from model import Transformer
 
 # Which of the four sublayers that a real layer becomes (attention, MLP, attention, MLP) hardly matter.

@@ -23,9 +23,10 @@ import torch
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
-from checkpoint import load
+from beyond.graphs import use_graphs
 from decoding import FixedPlanner, Plan, Planner, generate
 from knapspec import KnapSpec
+from loading import load
 from model import KVCache
 
 VERSION = "0.1.0"
@@ -212,6 +213,8 @@ def run(args):
         disable_progress_bars()
     clock = [time.perf_counter()]
     model, tokenizer = load(args.model, device=args.device, dtype=args.dtype, progress=not args.quiet)
+    if model.device.type == "cuda":
+        use_graphs(model)
     clock.append(time.perf_counter())
     prompt_ids = encode_prompt(args, prompt, tokenizer, model.config)
     fresh, latency = make_planner(args, model, tokenizer, len(prompt_ids))
@@ -264,7 +267,7 @@ def make_planner(args, model, tokenizer, prompt_tokens):
         choices = find_choices(args, model)
         latency = latency_model(model, context=context, gamma_max=gamma_max, progress=not args.quiet)
         return KnapSpec(latency, choices=choices, **given), latency
-    import baselines
+    from rivals import baselines
 
     options = {"gamma_max": args.gamma_max, "progress": not args.quiet, "tokenizer": tokenizer}
     return baselines.make_planner(args.method, model, None, **options), None
@@ -273,7 +276,7 @@ def make_planner(args, model, tokenizer, prompt_tokens):
 def find_choices(args, model):
     """What may become of an item; the model's table gets what it lacks for that. Raises ValueError."""
     try:
-        import shortcuts
+        from beyond import shortcuts
     except ImportError:  # without that file this is the paper's method
         if set(args.choices or ()) - {"full", "skip"}:
             raise ValueError("shortcuts.py is missing: pass --choices full,skip") from None

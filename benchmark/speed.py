@@ -21,10 +21,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-import cli
-from baselines import PROMPTS
-from checkpoint import default_model_folder, load, read_config, read_json
-from comparison import (
+from benchmark.comparison import (
     Recorder,
     decode,
     make_theirs,
@@ -33,12 +30,15 @@ from comparison import (
     read_prompts,
     table,
 )
+from benchmark.evidence import probe, tpt
+from benchmark.planted import PLANTED, plant
+from benchmark.sweep import contenders, sweep, told
+from cli import cli
 from decoding import FixedPlanner, Plan, Planner
-from evidence import probe, tpt
 from knapspec import certified, knapsack
+from loading.checkpoint import default_model_folder, load, read_config, read_json
 from model import KVCache, Transformer
-from planted import PLANTED, plant
-from sweep import contenders, sweep, told
+from rivals.baselines import PROMPTS
 
 # --- What the rows share ---------------------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ def start(bench):
     def seconds():
         command = [sys.executable, "knapspec.py", "--prompt", "Explain why the sky is blue.", "--quiet"]
         start_s = time.perf_counter()
-        with subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+        with subprocess.Popen(command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
             first = process.stdout.read(1)
             taken_s = time.perf_counter() - start_s
             process.kill()
@@ -404,7 +404,8 @@ def start(bench):
 
 # VmHWM begins at 0 in each program; getrusage() tells at least what the program's parent held.
 _LOAD = """
-import json, re, resource, sys, checkpoint
+import json, re, resource, sys
+from loading import checkpoint
 def peak_bytes():
     try:
         return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
@@ -419,7 +420,7 @@ print(peak_bytes() - before)
 def loading_bytes(folder, dtype):
     """{"added_bytes": what loading adds at its peak to a process on the CPU, "weights_bytes": what the weights have}."""
     command = [sys.executable, "-c", _LOAD, folder, dtype]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"loading {folder} in {dtype} failed: {done.stderr[-1000:]}")
     with torch.device("meta"):

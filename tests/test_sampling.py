@@ -24,7 +24,7 @@ from decoding import (
     sample,
     sampling_probs,
 )
-from testing_models import random_model, tiny_config
+from tests.testing_models import random_model, tiny_config
 
 TEMPERATURES, TOP_PS = (0.0, 0.3, 1.0, 2.0), (0.1, 0.5, 0.9, 1.0)
 

@@ -30,7 +30,7 @@ import torch
 import decoding
 from decoding import FixedPlanner, Plan, draft, generate
 from knapspec import KnapSpec
-from testing_models import (
+from tests.testing_models import (
     Restless,
     SimulatedMachine,
     latency_model,

@@ -1,0 +1,5 @@
+import sys
+
+from benchmark.commands import main
+
+sys.exit(main())
