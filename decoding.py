@@ -73,15 +73,20 @@ class Plan:
     alpha: float = 1.0  # estimated chance that one drafted token is accepted
     tokens_per_second: float | None = None  # predicted
     choices: tuple | None = None  # names of how the kept items, and the head, are computed; None: all as the target does
+    tokens: tuple = ()  # a draft that is given, of at least gamma tokens: no model runs for it
 
 
 def draft(model, cache, last, plan, keep_drafting, temperature, top_p, rng):
-    """Guesses up to plan.gamma tokens behind `last` with plan.skip_set left out.
+    """Guesses up to plan.gamma tokens behind `last` with plan.skip_set left out, or takes those that the plan gives.
 
     keep_drafting(confidences) is asked after each token; a token that ends the draft is still submitted.
     cache.length is moved while drafting and put back. Returns (drafts, draft_probs (γ, V), confidences), where a
-    confidence is the draft's own probability, before temperature and top-p, of the token it chose.
+    confidence is the draft's own probability, before temperature and top-p, of the token it chose. A token that is
+    given was certain: its distribution is one-hot, and it has no confidence.
     """
+    if plan.tokens:
+        given = torch.tensor(plan.tokens[: plan.gamma], dtype=torch.int64, device=model.device)
+        return given.tolist(), torch.nn.functional.one_hot(given, model.config.vocab_size).float(), []
     drafts, rows, confidences, length = [], [], [], cache.length
     try:
         for _ in range(plan.gamma):
@@ -172,7 +177,9 @@ class Generation:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    plans: list = field(default_factory=list)  # (position, Plan, seconds of planning), one for each change
+    given: int = 0  # of those drafted: by a plan that gives the tokens
+    given_accepted: int = 0
+    plans: list = field(default_factory=list)  # (position, Plan, seconds of planning), one for each change; no given drafts
 
 
 class Session:
@@ -285,7 +292,7 @@ def _round(session, planner, eos_ids, rng):
     clock = [time.perf_counter()]
     plan = planner.plan(session)
     clock.append(time.perf_counter())
-    if not generation.plans or _decision(plan) != _decision(generation.plans[-1][1]):
+    if not plan.tokens and (not generation.plans or _decision(plan) != _decision(generation.plans[-1][1])):
         generation.plans.append((cache.length, plan, clock[1] - clock[0]))
     bounded = replace(plan, gamma=min(plan.gamma, session.remaining - 1))
     last = session.tokens[-1]
@@ -309,6 +316,9 @@ def _round(session, planner, eos_ids, rng):
     generation.rounds += 1
     generation.drafted += round.drafted
     generation.accepted += round.accepted
+    if plan.tokens:
+        generation.given += round.drafted
+        generation.given_accepted += round.accepted
     for name, i in (("plan", 0), ("draft", 1), ("verify", 2)):
         generation.seconds[name] += clock[i + 1] - clock[i]
     planner.observe(session, round)

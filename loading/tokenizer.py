@@ -12,6 +12,8 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
+from loading.files import first_line
+
 
 class Tokenizer:
     """Text to token ids and back as the model's tokenizer.json says, and the model's chat template.
@@ -156,8 +158,3 @@ def build_tokenizer(path, *, vocab_size, config, generation, settings, template=
         chat_template=template,
         special_tokens=special,
     )
-
-
-def first_line(error):
-    """What an error says, as one line."""
-    return (str(error).strip().splitlines() or ["no message"])[0]
