@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from loading.checkpoint import cache_folder
+from loading.caches import cache_folder
 from model import KVCache
 
 REPEATS = 5

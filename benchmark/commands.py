@@ -17,7 +17,9 @@ from benchmark.speed import (
 from benchmark.sweep import contenders, sweep, sweep_table, told
 from cli import cli
 from cli.cli import Parser, number, say
-from loading.checkpoint import default_model_folder, fetcher, load, read_json
+from loading import load
+from loading.default_model import default_model_folder
+from loading.files import fetcher, read_json
 
 
 def main(argv=None):

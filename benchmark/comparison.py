@@ -19,7 +19,7 @@ from tqdm import tqdm
 from cli.cli import difference, rate, write_json
 from decoding import Planner, generate
 from knapspec import KnapSpec
-from loading.checkpoint import default_model_folder
+from loading.default_model import default_model_folder
 from rivals.baselines import DraftVerify, make_planner
 
 # --- 1. Prompts ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from benchmark.comparison import decode, heading, median, paired, shown, table
 from cli.cli import DEFAULTS, check_writable, encode_prompt, number, write_json
 from decoding import FixedPlanner, Plan, Planner, generate, sampling_probs
 from knapspec import Branches, KnapSpec, distance, expected_tokens, tokens_per_time
-from loading.checkpoint import load
+from loading import load
 from model import KVCache
 from rivals.baselines import METHODS, PROMPTS
 

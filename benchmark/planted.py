@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from loading import checkpoint
+from loading.config import read_config
+from loading.default_model import default_model_folder
+from loading.files import fetcher, read_json
+from loading.weights import DTYPES, find_tensors, read_tensors
 from model import Transformer
 
 # Which of the four sublayers that a real layer becomes (attention, MLP, attention, MLP) hardly matter.
@@ -37,20 +40,20 @@ def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
     times what they would add. "split": the real attention with an epsilon MLP, then an epsilon attention with the
     real MLP, so that no whole layer can be skipped. "blocks": the real layer, then a whole epsilon layer. model: a
     folder, a Hub id, or None for the default model. The result is an ordinary Hugging Face folder in the model's
-    own dtypes. Raises ValueError if out exists and is not empty, and on what checkpoint.py does not load.
+    own dtypes. Raises ValueError if out exists and is not empty, and on what loading/ does not load.
     """
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not empty: pass a new folder as --out, or delete it first")
     if not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon {epsilon} is not between 0 and 1: pass a small number such as 0.02")
-    model = checkpoint.default_model_folder(progress=progress) if model is None else model
-    fetch = checkpoint.fetcher(model)
-    raw = checkpoint.read_json(fetch("config.json"))
-    config = checkpoint.read_config(raw)
+    model = default_model_folder(progress=progress) if model is None else model
+    fetch = fetcher(model)
+    raw = read_json(fetch("config.json"))
+    config = read_config(raw)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
-    entries = checkpoint.find_tensors(fetch, expected, config.tied)
+    entries = find_tensors(fetch, expected, config.tied)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".unfinished-", ignore_cleanup_errors=True) as work:
         made = Path(work, "model")
@@ -80,7 +83,7 @@ def _planted_config(raw):
 def _write_planted(path, entries, redundant, epsilon, progress):
     """Writes the tensors of a planted model as one safetensors file, holding one of them at a time.
 
-    entries: what checkpoint.find_tensors returns for the source. redundant: items whose output is scaled.
+    entries: what find_tensors returns for the source. redundant: items whose output is scaled.
     """
     recipe = {}  # name -> (entry, factor)
     for name, entry in entries.items():
@@ -93,14 +96,14 @@ def _write_planted(path, entries, redundant, epsilon, progress):
             recipe[f"model.layers.{layer}.{match[2]}"] = entry, epsilon if writes and item in redundant else 1
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, ((_, kind, shape, _), _) in recipe.items():
-        start, end = end, end + math.prod(shape) * checkpoint.DTYPES[kind].itemsize
+        start, end = end, end + math.prod(shape) * DTYPES[kind].itemsize
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry, factor in tqdm(recipe.values(), desc="planting", unit="tensor", disable=None if progress else True, leave=False):
-            ((_, tensor),) = checkpoint.read_tensors({"": entry}, "cpu", checkpoint.DTYPES[entry[1]], progress=False)
+            ((_, tensor),) = read_tensors({"": entry}, "cpu", DTYPES[entry[1]], progress=False)
             if factor != 1:
                 tensor.mul_(factor)
             file.write(tensor.view(torch.uint8).numpy())

@@ -36,7 +36,10 @@ from benchmark.sweep import contenders, sweep, told
 from cli import cli
 from decoding import FixedPlanner, Plan, Planner
 from knapspec import certified, knapsack
-from loading.checkpoint import default_model_folder, load, read_config, read_json
+from loading import load
+from loading.config import read_config
+from loading.default_model import default_model_folder
+from loading.files import read_json
 from model import KVCache, Transformer
 from rivals.baselines import PROMPTS
 
@@ -405,14 +408,14 @@ def start(bench):
 # VmHWM begins at 0 in each program; getrusage() tells at least what the program's parent held.
 _LOAD = """
 import json, re, resource, sys
-from loading import checkpoint
+from loading import load
 def peak_bytes():
     try:
         return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 before = peak_bytes()
-checkpoint.load(sys.argv[1], device="cpu", dtype=sys.argv[2], progress=False)
+load(sys.argv[1], device="cpu", dtype=sys.argv[2], progress=False)
 print(peak_bytes() - before)
 """
 

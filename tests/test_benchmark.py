@@ -16,7 +16,8 @@ from benchmark import evidence, speed
 from benchmark.planted import plant, planted_items
 from benchmark.sweep import GAMMAS, contenders, sweep
 from decoding import FixedPlanner, Plan, generate
-from loading import checkpoint
+from loading import load
+from loading.config import read_config
 from model import KVCache, Transformer
 from tests.testing_models import (
     SimulatedMachine,
@@ -40,7 +41,7 @@ def _write_source(folder, dtype=torch.float32, **changes):
     folder.mkdir()
     raw = _CONFIG | changes
     with torch.device("meta"):
-        shapes = Transformer(checkpoint.read_config(raw)).state_dict()
+        shapes = Transformer(read_config(raw)).state_dict()
     rng = torch.Generator().manual_seed(0)
     weights = {n: (torch.randn(t.shape, generator=rng) * 0.3 + n.endswith("norm.weight")).to(dtype) for n, t in shapes.items()}
     save_file(weights, folder / "model.safetensors")
@@ -55,7 +56,7 @@ def _write_source(folder, dtype=torch.float32, **changes):
 
 
 def _logits(folder, skip=frozenset()):
-    model, _ = checkpoint.load(folder, device="cpu", dtype=torch.float32, progress=False)
+    model, _ = load(folder, device="cpu", dtype=torch.float32, progress=False)
     return model(_TOKENS, KVCache(model.config, len(_TOKENS)), skip=skip)
 
 

@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 
 from cli import cli
 from decoding import Generation, Plan
-from loading import checkpoint
+from loading import load
+from loading.config import read_config
 from model import Transformer
 from rivals import baselines
 from tests.testing_models import latency_model
@@ -61,7 +62,7 @@ def write_model(folder, *, bos=True, eos=True, template=True, max_position=160, 
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE} if template else {}))
     with torch.device("meta"):
-        shapes = Transformer(checkpoint.read_config(config)).state_dict()
+        shapes = Transformer(read_config(config)).state_dict()
     rng = torch.Generator().manual_seed(3)
     weights = {n: torch.randn(t.shape, generator=rng) * 0.3 + n.endswith("norm.weight") for n, t in shapes.items()}
     if nan:
@@ -202,7 +203,7 @@ def run_of(seconds, count, prefill_s=5.0):
 
 
 def test_the_speed_up_counts_two_silent_runs_of_each_in_turn(folder):
-    model, _ = checkpoint.load(folder, progress=False)
+    model, _ = load(folder, progress=False)
     planners, fresh = [], object()
     runs = iter([run_of(4, 11), run_of(1, 11), run_of(3, 11), run_of(6, 11, prefill_s=50.0)])
 
@@ -219,7 +220,7 @@ def test_the_speed_up_counts_two_silent_runs_of_each_in_turn(folder):
 
 
 def test_a_difference_is_told_with_its_place_and_the_gap_there(folder):
-    model, _ = checkpoint.load(folder, progress=False)
+    model, _ = load(folder, progress=False)
     runs = iter([run_of(1, 4), run_of(1, 4), run_of(1, 4), run_of(1, 4)])
     shown = run_of(1, 4)
     shown.token_ids = [0, 1, 9, 3]
@@ -488,6 +489,6 @@ def test_the_text_is_utf8_whatever_the_locale_and_the_prompt_may_come_from_a_pip
 
 
 def test_a_plan_can_be_made_by_hand(folder):
-    model, tokenizer = checkpoint.load(folder, progress=False)
+    model, tokenizer = load(folder, progress=False)
     planner, latency = cli.make_planner(cli.parse(["--prompt", "", *FIXED]), model, tokenizer, 5)
     assert planner.plan(None) == Plan(frozenset({2, 3, 6}), 3) and latency is None

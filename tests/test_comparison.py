@@ -24,7 +24,7 @@ from benchmark.comparison import (
 from benchmark.planted import planted_items
 from decoding import FixedPlanner, Plan, Planner, generate
 from knapspec import KnapSpec
-from loading.checkpoint import load
+from loading import load
 from tests.test_cli import write_model
 from tests.testing_models import (
     SimulatedMachine,

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loading import checkpoint
+from loading import load
+from loading.config import read_config
 from model import KVCache, Linear, RMSNorm, Transformer, grouped_attention
 from tests.testing_models import (
     prefilled,
@@ -108,7 +109,7 @@ def write_golden():
 def test_golden_logits(number):
     golden = json.loads(GOLDEN.read_text())[number]
     assert (golden["config"], golden["tokens"]) == list(_golden_models())[number]
-    model = Transformer(checkpoint.read_config(golden["config"]))
+    model = Transformer(read_config(golden["config"]))
     model.load(_golden_weights({name: tensor.shape for name, tensor in model.state_dict().items()}))
     _, logits = prefilled(model, _golden_tokens(golden["tokens"]))
     torch.testing.assert_close(logits[-4:], torch.tensor(golden["logits"]), rtol=0, atol=1e-4)
@@ -141,7 +142,7 @@ def _their_logits(theirs, tokens, dtype):
 
 def _ours(theirs, raw):
     """Our model with the weights of transformers'."""
-    model = Transformer(checkpoint.read_config(raw))
+    model = Transformer(read_config(raw))
     weights = theirs.state_dict()
     return model.load((name, weights[name].clone()) for name in model.state_dict())
 
@@ -177,7 +178,7 @@ def test_logits_equal_transformers(kind, rope):
                           num_key_value_heads=n_kv_head)  # fmt: skip
         if kind != "qwen2":  # which has its bias always, and no such key
             raw["attention_bias"] = bias
-        assert checkpoint.read_config(_older_layout(raw)) == checkpoint.read_config(raw)
+        assert read_config(_older_layout(raw)) == read_config(raw)
         theirs = _transformers_model(raw)
         _assert_same_logits(_ours(theirs, raw), theirs, random_tokens(70, tiny_config(vocab_size=13)))
 
@@ -196,7 +197,7 @@ def test_rotary_tables_equal_transformers(rope, dtype):
     positions = torch.tensor([0, 1, 63, 2047, 4095, 4096, 8191])
     with torch.no_grad():
         cos, sin = _transformers_model(raw).model.rotary_emb(torch.empty(0, dtype=dtype), positions[None])
-    cache = KVCache(checkpoint.read_config(raw), 8192, dtype=dtype)
+    cache = KVCache(read_config(raw), 8192, dtype=dtype)
     half_signs = torch.tensor([-1.0] * 32 + [1.0] * 32, dtype=dtype)
     one_step = torch.finfo(dtype).eps + 1e-3  # a rounding either way, and that of an angle of thousands in float32
     torch.testing.assert_close(cache.cos[positions, 0], cos[0], rtol=0, atol=one_step)
@@ -218,13 +219,13 @@ def test_folders_saved_by_transformers_load_in_any_dtype(tmp_path, kind, stored,
     tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
     tokens = random_tokens(30, tiny_config(vocab_size=13))
 
-    def load(dtype):
-        model, _ = checkpoint.load(tmp_path, device="cpu", dtype=dtype, progress=False)
+    def loaded(dtype):
+        model, _ = load(tmp_path, device="cpu", dtype=dtype, progress=False)
         return model
 
     in_bfloat16, exact = _their_logits(theirs, tokens, torch.bfloat16), _their_logits(theirs, tokens, torch.float64)
-    _assert_same_logits(load(torch.float32), theirs, tokens)
-    _, logits = prefilled(load(torch.bfloat16), tokens)
+    _assert_same_logits(loaded(torch.float32), theirs, tokens)
+    _, logits = prefilled(loaded(torch.bfloat16), tokens)
     assert logits.dtype == torch.bfloat16
     assert (logits - exact).norm() < 1.5 * (in_bfloat16 - exact).norm()
 
