@@ -1,10 +1,12 @@
 """From a config.json, in the layout of transformers 4 or 5, to a Config; what is not implemented is refused by name."""
 
+import math
 import re
 
 from model import Config
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
+                  "Qwen3ForCausalLM": "qwen3"}  # fmt: skip
 _ROPE_KEYS = {  # rope_type -> (keys that it must have, keys that it may have)
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -25,7 +27,7 @@ def read_config(raw):
     """Turns the dict of a config.json, in the layout of transformers 4 or 5, into a Config.
 
     Raises ValueError on another architecture, on anything that would change the numbers and is not implemented, and
-    where a number that counts is missing or absurd. Source: transformers' Llama, Qwen2 and Qwen3 configurations.
+    where a number that counts is missing or absurd. Source: transformers' configurations of these architectures.
     """
     kind = _architecture(raw)
     n_layer = _integer(raw, "num_hidden_layers", 2**10)
@@ -49,7 +51,7 @@ def read_config(raw):
         n_head=n_head,
         n_kv_head=n_kv_head,
         head_dim=head_dim,
-        max_position=max_position,
+        max_position=_context(raw, max_position, scaling),
         norm_eps=_positive(raw, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -70,8 +72,8 @@ def _architecture(raw):
 
 
 def _refuse_unimplemented(raw, kind, n_layer):
-    def refuse(key):
-        value = f"{key} = {raw.get(key)!r:.100}"
+    def refuse(key, usual=None):
+        value = f"{key} = {raw.get(key, usual)!r:.100}"
         raise ValueError(f"config.json: {value} changes the numbers and is not implemented: pass a model without it")
 
     if raw.get("hidden_act", "silu") != "silu":
@@ -80,7 +82,12 @@ def _refuse_unimplemented(raw, kind, n_layer):
         refuse("is_causal")
     if raw.get("layer_types") not in (None, ["full_attention"] * n_layer):
         refuse("layer_types")
-    if kind == "llama":
+    if kind == "mistral":
+        if raw.get("sliding_window", 4096) is not None:  # where the key is missing, it is on
+            refuse("sliding_window", 4096)
+        if raw.get("attention_bias"):
+            refuse("attention_bias")
+    elif kind == "llama":
         if raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False:
             refuse("sliding_window")
     elif raw.get("use_sliding_window") and raw.get("layer_types") is None:
@@ -135,6 +142,23 @@ def _rope(raw, max_position):
     if slow >= fast or (scaling.get("beta_fast") or 32) < (scaling.get("beta_slow") or 1):
         raise ValueError(f"config.json: the slow and the fast bound of {kind} rope are swapped: correct it")
     return theta, {"rope_type": kind, **scaling}
+
+
+def _context(raw, max_position, scaling):
+    """The longest sequence, in tokens, that the model was made for or, by stretched positions, made fit for.
+
+    Where max_position_embeddings holds the original length, the stretched one counts. yarn: Qwen's instructions add it
+    and leave the number. linear: DeepSeek-Coder's number is the stretched one; Vicuna's is not, and stands beside
+    max_sequence_length, which is. llama3: the number is the stretched one (131072 in Llama 3.2, whose factor 32 times
+    the original 8192 would be twice that).
+    """
+    kind, longest = (scaling or {}).get("rope_type"), None
+    if kind == "yarn":
+        longest = math.ceil(scaling["factor"] * scaling["original_max_position_embeddings"])
+    elif kind == "linear":
+        longest = raw.get("max_sequence_length")
+    key = "the length that rope_scaling asks for"
+    return max(max_position, _integer({key: longest}, key, 2**28, default=1))
 
 
 def _older_than_rope_theta(raw):

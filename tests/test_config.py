@@ -20,6 +20,7 @@ from loading.config import read_config
 from model import rope_frequencies
 from tests.testing_checkpoints import (
     LLAMA,
+    MISTRAL,
     QWEN2,
     QWEN3,
     assert_refused,
@@ -54,11 +55,11 @@ def test_biases_follow_the_architecture():
 
 
 def test_qwen3_has_head_norms():
-    assert [read_config(config).qk_norm for config in (LLAMA, QWEN2, QWEN3)] == [False, False, True]
+    assert [read_config(config).qk_norm for config in (LLAMA, MISTRAL, QWEN2, QWEN3)] == [False, False, False, True]
 
 
 def test_both_layouts_give_one_config():
-    for config in (LLAMA, QWEN2, QWEN3):
+    for config in (LLAMA, MISTRAL, QWEN2, QWEN3):
         new = {key: value for key, value in config.items() if key != "rope_theta"}
         new |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "dtype": "bfloat16"}
         assert read_config(new) == read_config(config | {"rope_scaling": None, "torch_dtype": "bfloat16"})
@@ -85,6 +86,30 @@ def test_rope_scaling_in_every_spelling(kind, numbers):
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
+@pytest.mark.parametrize(("change", "longest"), [
+    ({}, 128),
+    ({"max_position_embeddings": 160, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}, 512),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, 128),
+    ({"max_position_embeddings": 131072, "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}}, 131072),
+    ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3"} | LLAMA3_ROPE |
+      {"factor": 32.0, "original_max_position_embeddings": 8192}}, 131072),  # Llama 3.2
+    ({"max_position_embeddings": 16384, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),  # DeepSeek-Coder
+    ({"max_position_embeddings": 4096, "max_sequence_length": 16384, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+    ({"max_sequence_length": 256}, 128),  # not stretched
+])  # fmt: skip
+def test_context_is_the_stretched_one(change, longest):
+    assert read_config(LLAMA | change).max_position == longest
+
+
+@pytest.mark.parametrize("change", [
+    {"rope_scaling": {"rope_type": "yarn", "factor": 1e29}}, {"rope_scaling": {"rope_type": "yarn", "factor": 1e9}},
+    {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "max_sequence_length": "16K"},
+])  # fmt: skip
+def test_absurd_stretched_context_is_refused(change):
+    assert_refused("config.json", "rope_scaling", call=lambda: read_config(LLAMA | change))
+
+
 def test_yarn_without_the_original_length_takes_the_position_table():
     config = read_config(LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     assert config.rope_scaling["original_max_position_embeddings"] == 128
@@ -95,7 +120,7 @@ def test_yarn_without_the_original_length_takes_the_position_table():
     {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "truncate": False},
     {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7} | YARN_ROPE, None,
 ])  # fmt: skip
-@pytest.mark.parametrize("base", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("base", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=["llama", "mistral", "qwen2", "qwen3"])
 def test_rope_frequencies_equal_those_of_transformers(base, scaling):
     transformers = pytest.importorskip("transformers")
     module = transformers.models.llama.modeling_llama
@@ -135,7 +160,7 @@ def test_unclear_rope_is_refused(change, word):
 
 
 def test_base_frequency_is_never_assumed():
-    for config in (LLAMA, QWEN2, QWEN3):
+    for config in (LLAMA, MISTRAL, QWEN2, QWEN3):
         bare = {key: value for key, value in config.items() if key != "rope_theta"}
         for more in ({}, {"rope_theta": None}, {"rope_parameters": {"rope_type": "default"}}, {"transformers_version": "4.40.1"}):
             assert_refused("rope_theta", call=lambda bare=bare, more=more: read_config(bare | more))
@@ -144,7 +169,7 @@ def test_base_frequency_is_never_assumed():
 
 
 @pytest.mark.parametrize("change", [
-    {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, {"architectures": ["MistralForCausalLM"]},
+    {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, {"architectures": ["MistralForCausalLM"]},
     {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, {"model_type": "qwen2"}, {"model_type": None},
     {"architectures": ["LlamaForSequenceClassification"]}, {"architectures": "LlamaForCausalLM"}, {"architectures": [[]]},
     {"hidden_act": "gelu"}, {"hidden_act": None}, {"quantization_config": {"quant_method": "gptq", "bits": 4}},
@@ -172,6 +197,15 @@ def test_sliding_window_of_qwen_counts_only_where_it_is_used(base):
     for used in ({"use_sliding_window": True} | off, {"layer_types": ["sliding_attention", "full_attention"]}):
         assert_refused("config.json", call=lambda used=used: read_config(base | used))
     assert_refused("mlp_bias", call=lambda: read_config(base | {"mlp_bias": True}))
+
+
+def test_sliding_window_of_mistral_is_on_unless_switched_off():
+    assert read_config(MISTRAL) == read_config(LLAMA)
+    absent = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    for used in (absent, MISTRAL | {"sliding_window": 4096}, MISTRAL | {"sliding_window": 64, "use_sliding_window": False}):
+        assert_refused("sliding_window = ", call=lambda used=used: read_config(used))
+    for key in ("attention_bias", "mlp_bias"):
+        assert_refused(key, call=lambda key=key: read_config(MISTRAL | {key: True}))
 
 
 def test_harmless_keys_are_accepted():
@@ -228,7 +262,7 @@ def test_any_config_is_read_or_refused_in_one_line():
     values = st.recursive(leaf, lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=4), max_leaves=8)
 
     @hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
-    @hypothesis.given(st.sampled_from([LLAMA, QWEN2, QWEN3]), st.dictionaries(names, values, max_size=3))
+    @hypothesis.given(st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3]), st.dictionaries(names, values, max_size=3))
     def read_or_refuse(base, change):
         try:
             config = read_config(base | change)
@@ -240,20 +274,19 @@ def test_any_config_is_read_or_refused_in_one_line():
     read_or_refuse()
 
 
-@pytest.mark.parametrize("base", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("layout", [4, 5])
+@pytest.mark.parametrize("base", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("layout", ["as saved", 4, 5])
 def test_saved_by_transformers_gives_the_same_logits(tmp_path, base, layout):
     transformers = pytest.importorskip("transformers")
     classes = getattr(transformers, base["architectures"][0]), transformers.AutoConfig
-    skip = ("rope_theta",) if layout == 5 else ()
-    raw = {key: value for key, value in base.items() if key not in skip}
-    if layout == 5:
-        raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
     torch.manual_seed(0)
-    theirs = classes[0](classes[1].for_model(**raw)).eval()
+    theirs = classes[0](classes[1].for_model(**base)).eval()
     theirs.save_pretrained(tmp_path / "m")
     byte_tokenizer().save(str(tmp_path / "m" / "tokenizer.json"))
-    if layout == 4:
+    raw = dict(base)
+    if layout == 5:
+        raw["rope_parameters"] = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
+    if layout != "as saved":
         (tmp_path / "m" / "config.json").write_text(json.dumps(raw))
     model, _ = quiet_load(tmp_path / "m")
     assert model.config == read_config(base)

@@ -193,9 +193,10 @@ def test_default_model_tokenises_as_transformers_does(smollm):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in [*TEXTS, "<|im_start|>user\nhi<|im_end|>"]:
         assert theirs(text)["input_ids"] == tokenizer.encode(text)
+    options = {"add_generation_prompt": True, "return_dict": True}
     for system in (None, "Be brief."):
         messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": "1 + 1?"}]
-        assert theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == tokenizer.chat("1 + 1?", system)
+        assert theirs.apply_chat_template(messages, **options)["input_ids"] == tokenizer.chat("1 + 1?", system)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS if os.environ.get("ALL_PROMPTS") else FEW, ids=lambda prompt: prompt["id"])

@@ -112,7 +112,7 @@ def test_template_helpers_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<|im_end|>", chat_template=template)
     messages = [{"role": "system", "content": "s & t"}, {"role": "user", "content": "<é>"}]
-    assert theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == ids
+    assert theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"] == ids
 
 
 @pytest.mark.parametrize("template", [

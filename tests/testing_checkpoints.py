@@ -17,6 +17,7 @@ LLAMA = {
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 500.0, "tie_word_embeddings": False,
     "eos_token_id": 257,
 }  # fmt: skip
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
 SPECIAL = ["<bos>", "<|im_end|>", "<|im_start|>"]  # ids 256, 257, 258
