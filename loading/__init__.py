@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from loading.config import read_config
 from loading.default_model import default_model_folder
-from loading.files import fetcher, read_json
+from loading.files import fetcher, read_json, read_text
 from loading.tokenizer import Tokenizer, build_tokenizer
 from loading.weights import find_tensors, read_tensors
 from model import Transformer
@@ -43,15 +43,16 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
 
 
 def _read_tokenizer(fetch, raw, vocab_size):
-    files = {"generation": "generation_config.json", "settings": "tokenizer_config.json"}
-    paths = {role: fetch(file, required=False) for role, file in files.items()}
-    template = fetch("chat_template.jinja", required=False)
+    names = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
+    generation, settings, template = (fetch(name, required=False) for name in names)
     return build_tokenizer(
         fetch("tokenizer.json"),
         vocab_size=vocab_size,
         config=raw,
-        template=template and template.read_text("utf-8"),
-        **{role: read_json(path) if path else {} for role, path in paths.items()},
+        generation=read_json(generation) if generation else {},
+        settings=read_json(settings) if settings else {},
+        template=read_text(template) if template else None,
+        unasked=[name for name, path in zip(names[1:], (settings, template)) if path is False],
     )
 
 

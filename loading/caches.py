@@ -6,10 +6,14 @@ from pathlib import Path
 
 
 def cache_folder():
-    """Where to keep what is made once: $KNAPSPEC_CACHE, else $XDG_CACHE_HOME/knapspec, else ~/.cache/knapspec."""
+    """Where to keep what is made once: $KNAPSPEC_CACHE, else $XDG_CACHE_HOME/knapspec, else ~/.cache/knapspec.
+
+    Whoever has no home gets a folder that cannot be: reading and writing in it raise OSError, as on a full disk.
+    """
     if own := os.environ.get("KNAPSPEC_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "knapspec"
+    home = os.path.expanduser("~")  # stays "~" where there is none
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path(os.devnull if home == "~" else home, ".cache")) / "knapspec"
 
 
 def write_text(path, text):

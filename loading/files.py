@@ -1,27 +1,36 @@
 """Where a checkpoint's files come from: a local folder or the Hugging Face Hub."""
 
+import errno
 import json
 import os
-import re
 from pathlib import Path
 
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub import errors as hub_errors
+from huggingface_hub.utils import validate_repo_id
+
+# Where huggingface_hub cannot keep a file, rather than not get it.
+_DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOTDIR)
 
 
 def fetcher(name_or_path):
-    """Returns fetch(file name, required=True) -> its local Path; None for a file that is neither there nor required.
+    """Returns fetch(file name, required=True) -> its local Path.
 
-    Both raise ValueError, with the remedy: for a name that is no folder and no Hub id, for a required file that is missing.
+    What is not required may be None, where the model has no such file, and False, where it may have one but the Hub
+    could not be asked. Both raise ValueError, with the remedy: for a name that is no folder and no Hub id, for a
+    required file that is missing.
     """
     name = os.fspath(name_or_path)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder):
         return lambda file, required=True: _local_file(folder, file, required)
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise ValueError(f"{name} is a file: pass the folder that holds config.json, tokenizer.json and the weights")
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise ValueError(f"there is no folder {name!r}: pass one that exists, or a Hub id such as Qwen/Qwen3-0.6B")
+    try:
+        validate_repo_id(name)
+    except hub_errors.HFValidationError:
+        missing = f"there is no folder {name!r:.200}"
+        raise ValueError(f"{missing}: pass one that exists, or a Hub id such as Qwen/Qwen3-0.6B") from None
     return lambda file, required=True: _hub_file(name, file, required)
 
 
@@ -61,24 +70,42 @@ def _hub_file(repo, file, required):
     except hub_errors.RepositoryNotFoundError:
         reason = f"no folder and no Hub model is called {repo!r}: check the name; if it is private, run hf auth login"
     except hub_errors.LocalEntryNotFoundError:
-        # The Hub is out of reach and the file is not cached. Weights are fetched last, so whoever has them in the
-        # cache has all optional files that there were.
+        if not required:
+            return False
         reason = f"the Hub is out of reach and {file} of {repo} is not cached: go online, or pass a local folder"
-        reason = required and reason
     except hub_errors.EntryNotFoundError:
         reason = required and f"{repo} has no {file}: {_remedy(file)}"
     except Exception as error:  # noqa: BLE001, the HTTP library below huggingface_hub and its errors differ by version
-        problem = f"{type(error).__name__}: {first_line(error)}"
-        reason = f"cannot fetch {file} of {repo} from the Hub ({problem}): try again, or pass a local folder"
+        problem = f"cannot fetch {file} of {repo} from the Hub ({type(error).__name__}: {first_line(error)})"
+        reason = f"{problem}: {_hub_remedy(error)}, or pass a local folder"
     if reason:
         raise ValueError(reason)
     return None
 
 
+def _hub_remedy(error):
+    if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+        return "log in with a token that may read it (hf auth login)"
+    if getattr(error, "errno", None) in _DISK_ERRORS:
+        return "set HF_HOME to a folder of your own with enough room"
+    return "try again"
+
+
+def read_text(path):
+    """What a UTF-8 file holds. Raises ValueError."""
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}): make it readable, or pass another model") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason}): download it again") from None
+
+
 def read_json(path):
     """The object that a JSON file holds, as a dict. Raises ValueError for anything else."""
+    text = read_text(path)
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({first_line(error)}): download it again") from None
     if type(value) is not dict:

@@ -12,18 +12,21 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from loading.files import first_line
+from loading.files import first_line, read_json
 
 
 class Tokenizer:
     """Text to token ids and back as the model's tokenizer.json says, and the model's chat template.
 
     bos_id: begin-of-text id or None; eos_ids: frozenset of ids that end a text; chat_template: Jinja source or None.
+    template_problem: why chat_template is None although the model may have one, else None.
     """
 
-    def __init__(self, backend, *, vocab_size, bos_id=None, eos_ids=(), chat_template=None, special_tokens=None):
+    def __init__(self, backend, *, vocab_size, bos_id=None, eos_ids=(), chat_template=None, template_problem=None,
+                 special_tokens=None):  # fmt: skip
         self.backend, self.vocab_size, self.bos_id, self.eos_ids = backend, vocab_size, bos_id, frozenset(eos_ids)
-        self.chat_template, self.special_tokens = chat_template, special_tokens or {}  # {"bos_token": "<s>", ...}
+        self.chat_template, self.template_problem = chat_template, template_problem
+        self.special_tokens = special_tokens or {}  # {"bos_token": "<s>", ...}
         probe = backend.encode("a")  # shows the ids that the post-processor puts before every text
         self.prefix = [i for i, special in takewhile(lambda pair: pair[1], zip(probe.ids, probe.special_tokens_mask))]
 
@@ -60,13 +63,15 @@ class Tokenizer:
         Differs: a begin-of-text that the tokenizer adds but the template leaves out is added here, not by transformers.
         """
         if self.chat_template is None:
-            raise ValueError("the model has no chat template: pass --raw to have the plain prompt continued")
+            problem = self.template_problem or "the model has no chat template"
+            raise ValueError(f"{problem}: pass --raw to have the plain prompt continued, without a template")
         messages = [{"role": "user", "content": prompt}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         try:
             template = _template_environment().from_string(self.chat_template)
-            text = template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
+            given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+            text = template.render(**given, **self.special_tokens)
         except Exception as error:  # noqa: BLE001, a template is a stranger's program and can fail in any way
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"the model's chat template failed ({reason}): pass --raw to do without it") from None
@@ -120,16 +125,14 @@ def _template_environment():
     return environment
 
 
-def build_tokenizer(path, *, vocab_size, config, generation, settings, template=None):
+def build_tokenizer(path, *, vocab_size, config, generation, settings, template=None, unasked=()):
     """Builds the Tokenizer from the path of tokenizer.json and what the files beside it say.
 
     config, generation, settings: the dicts of config.json, generation_config.json and tokenizer_config.json. template:
-    the text of chat_template.jinja, which goes before the one in settings. Raises ValueError.
+    the text of chat_template.jinja, which goes before the one in settings. unasked: the names of the files that may
+    hold a template, but could not be asked for. Raises ValueError.
     """
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001, the library raises no class of its own
-        raise ValueError(f"{path} is not a tokenizer ({first_line(error)}): download it again") from None
+    backend = _read_backend(path)
     backend.no_truncation()
     backend.no_padding()
     special = {key: value for key, value in settings.items() if key.endswith("_token")}
@@ -139,22 +142,48 @@ def build_tokenizer(path, *, vocab_size, config, generation, settings, template=
     def ids(role):
         """The ids in that role, wherever they are named; None where a place names none."""
         said = [place.get(f"{role}_token_id") for place in (config, generation)]
-        found = [backend.token_to_id(special.get(f"{role}_token", ""))]
+        token = special.get(f"{role}_token")
+        found = [token and backend.token_to_id(token)]
         for value in said:
             found += value if type(value) is list else [value]
         if any(i is not None and type(i) is not int for i in found):
             raise ValueError(f"{role}_token_id is {said!r:.100}, not an id or a list of ids: correct the config files")
         return [i for i in found if i is not None]
 
-    if template is None:
-        template = settings.get("chat_template")
-        if type(template) is list:  # several, by name
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    template, problem = _choose_template(settings.get("chat_template") if template is None else template, unasked)
     return Tokenizer(
         backend,
         vocab_size=vocab_size,
-        bos_id=next(iter(ids("bos")), None),
+        bos_id=next((i for i in ids("bos") if 0 <= i < vocab_size), None),
         eos_ids=ids("eos"),
         chat_template=template,
+        template_problem=problem,
         special_tokens=special,
     )
+
+
+def _read_backend(path):
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001, the library raises no class of its own
+        reason = first_line(error)
+    if "model" in read_json(path):  # whole, so it is written for another version
+        newer = f"tokenizers {tokenizers.__version__} does not understand it ({reason})"
+        raise ValueError(f"{path}: {newer}: run pip install --upgrade tokenizers")
+    raise ValueError(f"{path} is not a tokenizer ({reason}): download it again")
+
+
+def _choose_template(found, unasked):
+    """(the chat template or None, what keeps the model from being called one without a template or None)."""
+    if type(found) is list and all(type(entry) is dict for entry in found):
+        found = {entry.get("name"): entry.get("template") for entry in found}
+    if type(found) is dict:  # several, by name
+        names, found = ", ".join(map(str, found)), found.get("default")
+        if found is None and names:
+            return None, f"the model has chat templates for {names:.100} and none called default"
+    if found is None and unasked:
+        missing = f"the cache lacks {' and '.join(unasked)}, and the Hub is out of reach"
+        return None, f"whether there is a chat template is unknown, as {missing} (go online once)"
+    if found is not None and not (type(found) is str and found.strip()):
+        return None, f"the model's chat template is {found!r:.100}"
+    return found, None

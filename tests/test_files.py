@@ -6,6 +6,10 @@ What goes wrong for users -> tests
   pickles, adapters, GGUF              test_folder_without_safetensors_says_what_it_holds
 """
 
+import errno
+import os
+import types
+
 import huggingface_hub.constants
 import pytest
 import torch
@@ -16,8 +20,10 @@ from loading import files as loading_files
 from loading import load
 from loading.config import read_config
 from tests.testing_checkpoints import (
+    CHATML,
     LLAMA,
     assert_refused,
+    byte_tokenizer,
     from_weights,
     logits,
     quiet_load,
@@ -55,13 +61,18 @@ def test_folder_without_safetensors_says_what_it_holds(tmp_path, files, words):
 
 
 @pytest.mark.parametrize("name", [
-    "./missing", "/no/such/folder", "missing/", "a/b/c", "..", "", "~/missing", "a b", "https://huggingface.co/a/b",
+    "./missing", "/no/such/folder", "missing/", "a/b/c", "..", "", "~/missing", "~nobody-here/m", "a b", "a" * 5000, "a\0b", "a--b", "-a", "a.git", "https://huggingface.co/a/b",
 ])  # fmt: skip
 def test_wrong_path_is_one_line(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading_files, "hf_hub_download", lambda *_: pytest.fail("not a Hub id"))
     call = (lambda: quiet_load(name)) if name != ".." else (lambda: quiet_load(tmp_path))
     assert_refused("pass", call=call)
+
+
+def test_home_that_is_not_there_is_one_line(monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it does for a user without one
+    assert_refused("there is no folder '~/m'", call=lambda: quiet_load("~/m"))
 
 
 def test_file_instead_of_folder(tmp_path):
@@ -107,6 +118,22 @@ def test_hub_fetches_only_what_is_needed(tmp_path, monkeypatch, shards, missing)
     assert not any(file.endswith(".safetensors") for file in hub.asked[:5]), "weights last"
 
 
+@pytest.mark.parametrize(("settings", "cached"), [({}, "chat_template.jinja"), (None, "tokenizer_config.json and chat_template.jinja")])
+def test_template_that_could_not_be_asked_for_is_told_from_none(tmp_path, monkeypatch, settings, cached):
+    """Another program filled the cache, and now there is no network."""
+    files = {} if settings is None else {"tokenizer_config_json": settings}
+    folder = write_folder(tmp_path / "m", **files)
+    monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
+    tokenizer = quiet_load("someone/model")[1]
+    assert tokenizer.chat_template is None and tokenizer.encode("hi") == byte_tokenizer().encode("hi").ids
+    assert_refused(f"lacks {cached}", "online", "--raw", call=lambda: tokenizer.chat("hi"))
+    monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder))
+    assert quiet_load("someone/model")[1].template_problem is None, "the Hub says that there is none"
+    write_folder(folder, tokenizer_config_json={"chat_template": CHATML})
+    monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
+    assert quiet_load("someone/model")[1].chat_template == CHATML
+
+
 def test_hub_model_is_refused_before_its_weights_are_fetched(tmp_path, monkeypatch):
     hub = FakeHub(write_folder(tmp_path / "a", LLAMA | {"hidden_act": "gelu"}, {}))
     monkeypatch.setattr(loading_files, "hf_hub_download", hub)
@@ -142,6 +169,19 @@ def test_hub_failure_is_one_line_with_a_remedy(monkeypatch, kind, words):
 
     monkeypatch.setattr(loading_files, "hf_hub_download", fail)
     assert_refused(*words, call=lambda: quiet_load("someone/model"))
+
+
+@pytest.mark.parametrize(("error", "remedy"), [
+    (OSError(errno.ENOSPC, "No space left on device"), "HF_HOME"), (OSError(errno.EROFS, "Read-only file system"), "HF_HOME"),
+    (PermissionError(errno.EACCES, "Permission denied"), "HF_HOME"), (ConnectionRefusedError(errno.ECONNREFUSED, "no"), "try again"),
+    (401, "hf auth login"), (403, "hf auth login"), (500, "try again"),
+])  # fmt: skip
+def test_remedy_follows_what_keeps_a_file_of_the_hub_away(monkeypatch, error, remedy):
+    if type(error) is int:
+        status, error = error, an(hub_errors.HfHubHTTPError)
+        error.response = types.SimpleNamespace(status_code=status)
+    monkeypatch.setattr(loading_files, "hf_hub_download", lambda repo, file: (_ for _ in ()).throw(error))
+    assert_refused("config.json of someone/model", remedy, call=lambda: quiet_load("someone/model"))
 
 
 def test_hub_without_network_is_one_line(monkeypatch, tmp_path):

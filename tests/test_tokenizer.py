@@ -8,6 +8,7 @@ What goes wrong for users -> tests
   characters that span tokens          test_stream_shows_whole_characters, test_stream_equals_decode_for_any_ids
 """
 
+import json
 import random
 
 import pytest
@@ -61,6 +62,12 @@ def test_begin_of_text_id_comes_from_the_tokenizer_then_the_config(tmp_path):
     assert tokenizer_of(tmp_path, LLAMA | {"bos_token_id": 7}, **files).bos_id == 256
 
 
+def test_ids_outside_the_vocabulary_begin_no_text(tmp_path):
+    for wrong in (-1, 264, 10**30):
+        assert tokenizer_of(tmp_path, LLAMA | {"bos_token_id": wrong}).bos_id is None
+    assert tokenizer_of(tmp_path, LLAMA | {"bos_token_id": -1}, generation_config_json={"bos_token_id": 7}).bos_id == 7
+
+
 def test_begin_of_text_exactly_once(tmp_path):
     settings = {"bos_token": "<bos>", "chat_template": "{{ bos_token }}" + CHATML}
     tokenizer = tokenizer_of(tmp_path, backend=byte_tokenizer(adds_bos=True), tokenizer_config_json=settings)
@@ -96,9 +103,33 @@ def test_template_file_goes_before_the_settings_and_default_before_other_names(t
 
 
 def test_no_template_is_an_error(tmp_path):
-    for settings in ({}, {"chat_template": None}, {"chat_template": []}, {"chat_template": [{"name": "rag", "template": "R"}]}):
+    for settings in ({}, {"chat_template": None}, {"chat_template": []}, {"chat_template": {}}):
         tokenizer = tokenizer_of(tmp_path, tokenizer_config_json=settings)
+        assert (tokenizer.chat_template, tokenizer.template_problem) == (None, None)
         assert_refused("no chat template", "--raw", call=lambda tokenizer=tokenizer: tokenizer.chat("hi"))
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    ([{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "T"}], ["rag, tool_use", "default"]),
+    ({"rag": "R"}, ["rag", "default"]), ([{}], ["default"]), ([{"name": "default", "template": 5}], ["5"]),
+    (["R"], ["R"]), (5, ["5"]), ("", ["''"]), (" \n", ["template"]),
+])  # fmt: skip
+def test_template_that_is_none_to_use_is_told_from_no_template(tmp_path, template, words):
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config_json={"chat_template": template})
+    assert tokenizer.chat_template is None and tokenizer.encode("hi") == byte_tokenizer().encode("hi").ids
+    assert_refused(tokenizer.template_problem, *words, "--raw", call=lambda: tokenizer.chat("hi"))
+
+
+def test_empty_template_file_is_told(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, chat_template_jinja="", tokenizer_config_json={"chat_template": CHATML})
+    assert_refused("template is ''", "--raw", call=lambda: tokenizer.chat("hi"))
+
+
+@pytest.mark.parametrize("name", ["tools", "documents", "messages", "add_generation_prompt"])
+def test_template_finds_all_that_transformers_gives(tmp_path, name):
+    template = CHATML + f"{{% if {name} is undefined %}}?{{% elif {name} is not none %}}{name}{{% endif %}}"
+    tokenizer = tokenizer_of(tmp_path, chat_template_jinja=template)
+    assert tokenizer.decode(tokenizer.chat("hi")).endswith("assistant\n" + name * (name not in ("tools", "documents")))
 
 
 def test_template_helpers_are_those_of_transformers(tmp_path):
@@ -138,11 +169,18 @@ def test_lone_surrogate_is_one_line(tmp_path):
     assert_refused("surrogate", call=lambda: tokenizer_of(tmp_path).encode("a\ud800"))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "not json"])
+@pytest.mark.parametrize("text", ["", "{}", "not json", '{"version": "1.0", "mod', "[1]", "\xff"])
 def test_broken_tokenizer_file_is_refused(tmp_path, text):
     folder = write_folder(tmp_path / "m")
-    (folder / "tokenizer.json").write_text(text)
-    assert_refused("tokenizer.json", call=lambda: quiet_load(folder))
+    (folder / "tokenizer.json").write_text(text, "latin-1")
+    assert_refused("tokenizer.json", "download it again", call=lambda: quiet_load(folder))
+
+
+@pytest.mark.parametrize(("part", "value"), [("model", {"type": "BPE-2"}), ("pre_tokenizer", {"type": "New"}), ("version", "2.0")])
+def test_tokenizer_file_newer_than_the_library_asks_for_a_newer_one(tmp_path, part, value):
+    path = write_folder(tmp_path / "m") / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {part: value}))
+    assert_refused("tokenizer.json", tokenizers.__version__, "pip install --upgrade tokenizers", call=lambda: quiet_load(tmp_path / "m"))
 
 
 def test_truncation_stored_in_the_tokenizer_is_not_applied(tmp_path):
