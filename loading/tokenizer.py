@@ -18,11 +18,11 @@ from loading.files import first_line, read_json
 class Tokenizer:
     """Text to token ids and back as the model's tokenizer.json says, and the model's chat template.
 
-    bos_id: begin-of-text id or None; eos_ids: frozenset of ids that end a text; chat_template: Jinja source or None.
-    template_problem: why chat_template is None although the model may have one, else None.
+    bos_id: begin-of-text id or None; eos_ids: frozenset of ids that end a text; chat_template: Jinja source, None for a
+    model that has none, and "" where it may have one that cannot be used: template_problem says why.
     """
 
-    def __init__(self, backend, *, vocab_size, bos_id=None, eos_ids=(), chat_template=None, template_problem=None,
+    def __init__(self, backend, *, vocab_size, bos_id=None, eos_ids=(), chat_template=None, template_problem="",
                  special_tokens=None):  # fmt: skip
         self.backend, self.vocab_size, self.bos_id, self.eos_ids = backend, vocab_size, bos_id, frozenset(eos_ids)
         self.chat_template, self.template_problem = chat_template, template_problem
@@ -62,7 +62,7 @@ class Tokenizer:
         Raises ValueError where there is no template, where it fails and where it asks for what the sandbox forbids.
         Differs: a begin-of-text that the tokenizer adds but the template leaves out is added here, not by transformers.
         """
-        if self.chat_template is None:
+        if not self.chat_template:
             problem = self.template_problem or "the model has no chat template"
             raise ValueError(f"{problem}: pass --raw to have the plain prompt continued, without a template")
         messages = [{"role": "user", "content": prompt}]
@@ -174,16 +174,16 @@ def _read_backend(path):
 
 
 def _choose_template(found, unasked):
-    """(the chat template or None, what keeps the model from being called one without a template or None)."""
+    """Tokenizer's chat_template and template_problem."""
     if type(found) is list and all(type(entry) is dict for entry in found):
-        found = {entry.get("name"): entry.get("template") for entry in found}
+        found = {str(entry.get("name")): entry.get("template") for entry in found}
     if type(found) is dict:  # several, by name
         names, found = ", ".join(map(str, found)), found.get("default")
         if found is None and names:
-            return None, f"the model has chat templates for {names:.100} and none called default"
+            return "", f"the model has chat templates for {names:.100} and none called default"
     if found is None and unasked:
         missing = f"the cache lacks {' and '.join(unasked)}, and the Hub is out of reach"
-        return None, f"whether there is a chat template is unknown, as {missing} (go online once)"
+        return "", f"whether there is a chat template is unknown, as {missing} (go online once)"
     if found is not None and not (type(found) is str and found.strip()):
-        return None, f"the model's chat template is {found!r:.100}"
-    return found, None
+        return "", f"the model's chat template is {found!r:.100}"
+    return found, ""

@@ -125,10 +125,10 @@ def test_template_that_could_not_be_asked_for_is_told_from_none(tmp_path, monkey
     folder = write_folder(tmp_path / "m", **files)
     monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
     tokenizer = quiet_load("someone/model")[1]
-    assert tokenizer.chat_template is None and tokenizer.encode("hi") == byte_tokenizer().encode("hi").ids
+    assert tokenizer.chat_template == "" and tokenizer.encode("hi") == byte_tokenizer().encode("hi").ids
     assert_refused(f"lacks {cached}", "online", "--raw", call=lambda: tokenizer.chat("hi"))
     monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder))
-    assert quiet_load("someone/model")[1].template_problem is None, "the Hub says that there is none"
+    assert quiet_load("someone/model")[1].chat_template is None, "the Hub says that there is none"
     write_folder(folder, tokenizer_config_json={"chat_template": CHATML})
     monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
     assert quiet_load("someone/model")[1].chat_template == CHATML

@@ -105,18 +105,18 @@ def test_template_file_goes_before_the_settings_and_default_before_other_names(t
 def test_no_template_is_an_error(tmp_path):
     for settings in ({}, {"chat_template": None}, {"chat_template": []}, {"chat_template": {}}):
         tokenizer = tokenizer_of(tmp_path, tokenizer_config_json=settings)
-        assert (tokenizer.chat_template, tokenizer.template_problem) == (None, None)
+        assert (tokenizer.chat_template, tokenizer.template_problem) == (None, "")
         assert_refused("no chat template", "--raw", call=lambda tokenizer=tokenizer: tokenizer.chat("hi"))
 
 
 @pytest.mark.parametrize(("template", "words"), [
     ([{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "T"}], ["rag, tool_use", "default"]),
     ({"rag": "R"}, ["rag", "default"]), ([{}], ["default"]), ([{"name": "default", "template": 5}], ["5"]),
-    (["R"], ["R"]), (5, ["5"]), ("", ["''"]), (" \n", ["template"]),
+    ([{"name": []}], ["default"]), (["R"], ["R"]), (5, ["5"]), ("", ["''"]), (" \n", ["template"]),
 ])  # fmt: skip
 def test_template_that_is_none_to_use_is_told_from_no_template(tmp_path, template, words):
     tokenizer = tokenizer_of(tmp_path, tokenizer_config_json={"chat_template": template})
-    assert tokenizer.chat_template is None and tokenizer.encode("hi") == byte_tokenizer().encode("hi").ids
+    assert tokenizer.chat_template == "" and tokenizer.encode("hi") == byte_tokenizer().encode("hi").ids
     assert_refused(tokenizer.template_problem, *words, "--raw", call=lambda: tokenizer.chat("hi"))
 
 
