@@ -52,7 +52,7 @@ def read_config(raw):
         n_kv_head=n_kv_head,
         head_dim=head_dim,
         max_position=_context(raw, max_position, scaling),
-        norm_eps=_positive(raw, "rms_norm_eps"),
+        norm_eps=_number(raw, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
         tied=_boolean(raw, "tie_word_embeddings"),
@@ -73,7 +73,7 @@ def _architecture(raw):
 
 def _refuse_unimplemented(raw, kind, n_layer):
     def refuse(key, usual=None):
-        value = f"{key} = {raw.get(key, usual)!r:.100}"
+        value = f"{key:.100} = {raw.get(key, usual)!r:.100}"
         raise ValueError(f"config.json: {value} changes the numbers and is not implemented: pass a model without it")
 
     if raw.get("hidden_act", "silu") != "silu":
@@ -123,14 +123,14 @@ def _rope(raw, max_position):
         raise ValueError(f"config.json: rope_type {kind!r:.100} is not implemented: pass a model with {known}")
     if "rope_theta" not in found and _older_than_rope_theta(raw):
         found["rope_theta"] = 10000.0
-    theta = _positive(found, "rope_theta")
+    theta = _number(found, "rope_theta", above=1)
     required, optional = _ROPE_KEYS[kind]
     scaling = {key: found.pop(key) for key in required + optional if key in found}
     for key in dict.fromkeys((*required, *scaling)):
         if key == "truncate":
             _boolean(scaling, key)
         elif scaling.get(key) != 0 or not key.startswith(("mscale", "beta")):  # for these 0 means "the usual"
-            _positive(scaling, key)
+            _number(scaling, key)
     left = {key: value for key, value in found.items() if key not in ("rope_theta", "original_max_position_embeddings")}
     if left not in ({}, {"partial_rotary_factor": 1}):
         raise ValueError(f"config.json: {left!r:.100} with {kind} rope is not implemented: pass a model without it")
@@ -174,10 +174,10 @@ def _integer(raw, key, most, default=None):
     return value
 
 
-def _positive(raw, key):
+def _number(raw, key, above=0):
     value = raw.get(key)
-    if type(value) not in (int, float) or not 0 < value < 1e30:
-        raise ValueError(f"config.json: {key} = {value!r:.100} must be a number above 0; none is assumed: correct it")
+    if type(value) not in (int, float) or not above < value < 1e30:
+        raise ValueError(f"config.json: {key} = {value!r:.100} must be a number above {above}; none is assumed: correct it")
     return float(value)
 
 

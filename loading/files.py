@@ -114,5 +114,5 @@ def read_json(path):
 
 
 def first_line(error):
-    """What an error says, as one line."""
-    return (str(error).strip().splitlines() or ["no message"])[0]
+    """What an error says, as one line of at most 200 characters."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]

@@ -164,8 +164,12 @@ def build_tokenizer(path, *, vocab_size, config, generation, settings, template=
 
 def _read_backend(path):
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001, the library raises no class of its own
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.encode("a")
+        return backend
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001, the library raises no class of its own, and its panics are no Exception
         reason = first_line(error)
     if "model" in read_json(path):  # whole, so it is written for another version
         newer = f"tokenizers {tokenizers.__version__} does not understand it ({reason})"

@@ -40,16 +40,16 @@ def find_tensors(fetch, shapes, tied):
     for file, path in files.items():
         for name, entry in read_header(path).items():
             if name in found:
-                raise ValueError(f"{path} repeats the tensor {name} of {found[name][0].name}: download the model again")
+                raise ValueError(f"{path} repeats the tensor {name!r:.100} of {found[name][0].name}: download the model again")
             if index and weight_map.get(name) != file:
-                raise ValueError(f"{path} holds {name}, which {index.name} does not place there: download both again")
+                raise ValueError(f"{path} holds {name!r:.100}, which {index.name} does not place there: download both again")
             found[name] = (path, *entry)
     _compare_names(found, shapes, tied, index or single)
     for name, shape in shapes.items():
         path, dtype, found_shape, _ = found[name]
         if dtype not in DTYPES:
             readable = ", ".join(DTYPES)
-            raise ValueError(f"{path}: {name} is {dtype}, but only {readable} are read: pass an unquantised model")
+            raise ValueError(f"{path}: {name} is {dtype!r:.100}, but only {readable} are read: pass an unquantised model")
         if found_shape != shape:
             clash = f"{name} is {list(found_shape)}, but config.json asks for {list(shape)}"
             raise ValueError(f"{path}: {clash}: one of them is another model's; download both again")
@@ -64,7 +64,7 @@ def _read_weight_map(index):
     for name, file in weight_map.items():
         # One plain name: no folder, no drive, no way up. (The file itself may be a link, as in the Hub's cache.)
         if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", str(file)):
-            raise ValueError(f"{index} places {name} in {file!r:.100}, not a safetensors file beside it: distrust it")
+            raise ValueError(f"{index} places {name!r:.100} in {file!r:.100}, not a safetensors file beside it: distrust it")
     return weight_map
 
 
@@ -75,7 +75,7 @@ def _compare_names(found, shapes, tied, where):
     for name in found:
         harmless = name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
         if name not in shapes and not harmless:
-            raise ValueError(f"{where} holds the unexpected tensor {name}: pass a model whose config.json explains it")
+            raise ValueError(f"{where} holds the unexpected tensor {name!r:.100}: pass a model whose config.json explains it")
 
 
 def read_header(path):
@@ -106,7 +106,7 @@ def _end_of_tensors(spans):
         whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
         fits = dtype not in DTYPES or end - start == math.prod(shape) * DTYPES[dtype].itemsize
         if not whole or not fits or start != position or end < start:
-            raise ValueError(f"{name} is {dtype} {list(shape)} at {start} to {end}")
+            raise ValueError(f"{name!r:.50} is {dtype!r:.20} {list(shape)} at {start} to {end}")
         position = end
     return position
 

@@ -153,7 +153,7 @@ def test_rope_frequencies_equal_those_of_transformers(base, scaling):
     ({"rope_scaling": "linear"}, "rope_scaling"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "full_attention"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),  # beside rope_theta 500
-    ({"rope_theta": 0}, "rope_theta"), ({"rope_theta": "1e4"}, "rope_theta"), ({"rope_theta": float("inf")}, "rope_theta"),
+    ({"rope_theta": 0}, "rope_theta"), ({"rope_theta": 1}, "rope_theta"), ({"rope_theta": "1e4"}, "rope_theta"), ({"rope_theta": float("inf")}, "rope_theta"),
 ])  # fmt: skip
 def test_unclear_rope_is_refused(change, word):
     assert_refused("config.json", word, call=lambda: read_config(LLAMA | change))

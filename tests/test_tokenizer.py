@@ -176,6 +176,14 @@ def test_broken_tokenizer_file_is_refused(tmp_path, text):
     assert_refused("tokenizer.json", "download it again", call=lambda: quiet_load(folder))
 
 
+def test_tokenizer_file_that_makes_the_library_panic_is_refused(tmp_path):
+    path = write_folder(tmp_path / "m", backend=byte_tokenizer(adds_bos=True)) / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    whole["post_processor"]["special_tokens"] = {}
+    path.write_text(json.dumps(whole))
+    assert_refused("tokenizer.json", call=lambda: quiet_load(tmp_path / "m"))
+
+
 @pytest.mark.parametrize(("part", "value"), [("model", {"type": "BPE-2"}), ("pre_tokenizer", {"type": "New"}), ("version", "2.0")])
 def test_tokenizer_file_newer_than_the_library_asks_for_a_newer_one(tmp_path, part, value):
     path = write_folder(tmp_path / "m") / "tokenizer.json"
