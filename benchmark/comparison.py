@@ -20,7 +20,8 @@ from cli.cli import difference, rate, write_json
 from decoding import Planner, generate
 from knapspec import KnapSpec
 from loading.default_model import default_model_folder
-from rivals.baselines import DraftVerify, make_planner
+from rivals import make_planner
+from rivals.draft_verify import DraftVerify
 
 # --- 1. Prompts ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ def make_variants(model, variants, *, latency, options):
 
 
 def make_rivals(model, tokenizer, folder, names, state, *, latency, options, search_s, progress):
-    """{name: method} for names of baselines.METHODS, "knapspec+" and names of THEIRS. The planners last for all prompts.
+    """{name: method} for names of cli.METHODS, "knapspec+" and names of THEIRS. The planners last for all prompts.
 
     knapspec chooses between full and skip, knapspec+ between all that shortcuts.py has. latency() gives the LatencyModel.
     What draft_verify found stays in the state, so that it searches only once.
@@ -240,9 +241,12 @@ def make_rivals(model, tokenizer, folder, names, state, *, latency, options, sea
             planner = DraftVerify(frozenset(state[name]))
         elif name == "knapspec+":
             planner = KnapSpec(latency(), choices=choices)
+        elif name == "knapspec":
+            planner = KnapSpec(latency())
+        elif name == "autoregressive":
+            planner = Planner()
         else:
-            planner = make_planner(name, model, latency() if name == "knapspec" else None, tokenizer=tokenizer,
-                                   search_s=search_s, progress=progress)  # fmt: skip
+            planner = make_planner(name, model, tokenizer=tokenizer, search_s=search_s, progress=progress)
         if name == "draft_verify" and name not in state:
             state[name], state["search_s"][name] = sorted(planner.skip_set), planner.search_s
         methods[name] = functools.partial(decode, model, planner=planner, **options)

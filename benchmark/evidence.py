@@ -22,12 +22,13 @@ from tqdm import tqdm
 
 from benchmark import comparison, plots
 from benchmark.comparison import decode, heading, median, paired, shown, table
-from cli.cli import DEFAULTS, check_writable, encode_prompt, number, write_json
+from cli.cli import DEFAULTS, METHODS, check_writable, encode_prompt, number, write_json
 from decoding import FixedPlanner, Plan, Planner, generate, sampling_probs
 from knapspec import Branches, KnapSpec, distance, expected_tokens, tokens_per_time
 from loading import load
 from model import KVCache
-from rivals.baselines import METHODS, PROMPTS
+from rivals import RIVALS
+from rivals.draft_verify import PROMPTS
 
 # --- 1. A window's judgement -----------------------------------------------------------------------------------------
 
@@ -507,7 +508,8 @@ def _run_window(arguments):
 
 def methods(text):
     """An argparse type: names with commas between, or "all" that can be had: transformers' only where it is installed."""
-    needs = dict.fromkeys(METHODS) | {"knapspec+": "beyond.shortcuts"} | dict.fromkeys(comparison.THEIRS, "transformers")
+    needs = dict.fromkeys(METHODS) | {name: rival.needs for name, rival in RIVALS.items()}
+    needs |= {"knapspec+": "beyond.shortcuts"} | dict.fromkeys(comparison.THEIRS, "transformers")
     here = [name for name, module in needs.items() if module is None or importlib.util.find_spec(module)]
     names = here if text == "all" else list(dict.fromkeys(text.split(",")))
     for name in names:

@@ -41,7 +41,7 @@ from loading.config import read_config
 from loading.default_model import default_model_folder
 from loading.files import read_json
 from model import KVCache, Transformer
-from rivals.baselines import PROMPTS
+from rivals.draft_verify import PROMPTS
 
 # --- What the rows share ---------------------------------------------------------------------------------------------
 

@@ -28,9 +28,11 @@ from decoding import FixedPlanner, Plan, Planner, generate
 from knapspec import KnapSpec
 from loading import load
 from model import KVCache
+from rivals import RIVALS
+from rivals import make_planner as make_rival
 
 VERSION = "0.1.0"
-METHODS = ("knapspec", "autoregressive", "layerskip", "kangaroo", "del", "asd", "draft_verify", "swift", "clasp")
+METHODS = ("knapspec", "autoregressive", *RIVALS)
 KNAPSPEC_OPTIONS = ("gamma_max", "window", "interval", "tau", "budget")  # handed on where given
 DEFAULTS = {name: inspect.signature(KnapSpec).parameters[name].default for name in KNAPSPEC_OPTIONS}
 
@@ -267,10 +269,8 @@ def make_planner(args, model, tokenizer, prompt_tokens):
         choices = find_choices(args, model)
         latency = latency_model(model, context=context, gamma_max=gamma_max, progress=not args.quiet)
         return KnapSpec(latency, choices=choices, **given), latency
-    from rivals import baselines
-
     options = {"gamma_max": args.gamma_max, "progress": not args.quiet, "tokenizer": tokenizer}
-    return baselines.make_planner(args.method, model, None, **options), None
+    return make_rival(args.method, model, **options), None
 
 
 def find_choices(args, model):

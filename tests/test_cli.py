@@ -31,7 +31,7 @@ from decoding import Generation, Plan
 from loading import load
 from loading.config import read_config
 from model import Transformer
-from rivals import baselines
+from rivals import RIVALS
 from tests.testing_models import latency_model
 
 FOLDER = Path(__file__).parent.parent
@@ -252,12 +252,12 @@ def test_every_method_gives_the_text_of_plain_decoding(knapspec, method):
 
 
 def test_the_methods_are_those_that_there_are():
-    assert set(cli.METHODS) == set(baselines.METHODS)
+    assert set(cli.METHODS) == {"knapspec", "autoregressive", *RIVALS}
 
 
 def test_options_of_the_planner_arrive_and_the_others_keep_its_defaults(knapspec, monkeypatch):
     planners = []
-    monkeypatch.setattr(cli, "KnapSpec", lambda latency, **given: planners.append((latency, given)) or baselines.Planner())
+    monkeypatch.setattr(cli, "KnapSpec", lambda latency, **given: planners.append((latency, given)) or cli.Planner())
     knapspec("--max-new-tokens", "2", "--gamma-max", "3", "--window", "4", "--tau", "0.9", "--budget", "0.25", "--interval", "16")
     knapspec("--max-new-tokens", "2", "--choices", "full,skip")
     (latency, given), (_, none) = planners

@@ -386,7 +386,7 @@ def test_variants_of_knapspec_are_compared_alike(folder, tmp_path, capsys, name,
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [
-    (["--methods", "layerskip,turbo"], "'turbo' is none of autoregressive"), (["--limit", "0"], "whole number"),
+    (["--methods", "layerskip,turbo"], "'turbo' is none of knapspec"), (["--limit", "0"], "whole number"),
     (["--prompts", "absent.jsonl"], "cannot read --prompts"), (["--plot", "out.txt"], "--plot"),
     (["--json", "."], "is not a file"),
 ])  # fmt: skip
