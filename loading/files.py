@@ -106,6 +106,7 @@ def read_json(path):
     text = read_text(path)
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair, which JSON can escape
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({first_line(error)}): download it again") from None
     if type(value) is not dict:

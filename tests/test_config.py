@@ -245,7 +245,7 @@ def test_numbers_that_do_not_fit_are_refused(change):
     assert_refused("config.json", call=lambda: read_config(LLAMA | change))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff", "[" * 100_000, '{"a": "\\ud800"}', '{"a": ' + "1" * 5000 + "}"])
 def test_config_that_is_not_an_object_is_refused(tmp_path, text):
     folder = write_folder(tmp_path / "m")
     (folder / "config.json").write_bytes(text.encode("latin-1"))

@@ -5,10 +5,12 @@ What goes wrong for users -> tests
                                        test_missing_tensor_is_named
   shards with an index                 test_shards_load_as_the_index_says and the tests after it
   dtypes of files                      test_every_dtype_is_converted_exactly, test_loading_never_holds_the_model_twice
+  big checkpoints                      test_sharded_loading_holds_at_most_one_shard_beside_what_stays
 No code runs and nothing outside is read: test_index_cannot_leave_its_folder, test_damaged_safetensors_are_refused.
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -105,21 +107,62 @@ def test_every_dtype_is_converted_exactly(tmp_path, monkeypatch, stored, asked):
     assert quiet_load(folder, dtype=asked)[0].dtype == wanted
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to measure a process's peak memory")
-def test_loading_never_holds_the_model_twice(tmp_path):
-    from benchmark.speed import loading_bytes
+MEASURE = """
+import re, sys
+from loading import load
+from loading.config import read_config
+from loading.files import fetcher, read_json
+from loading.weights import find_tensors, read_tensors
+from model import Transformer
+import torch
+def peak_bytes():
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+folder, dtype, kept = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] == "kept"
+fetch = fetcher(folder)
+config = read_config(read_json(fetch("config.json")))
+with torch.device("meta"):
+    shapes = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
+before = peak_bytes()
+if kept:
+    model = load(folder, device="cpu", dtype=dtype, progress=False)
+else:
+    for name, tensor in read_tensors(find_tensors(fetch, shapes, config.tied), torch.device("cpu"), dtype, progress=False):
+        del tensor
+print(peak_bytes() - before)
+"""
+needs_linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to measure a process's peak memory")
 
-    # As deep for its width as real models are: packing needs room for one more sublayer.
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 20}
+
+def peak_of_loading(folder, dtype, kept="kept"):
+    """Bytes that loading adds at its peak to a process of its own; kept="dropped": each tensor leaves it, as to a GPU."""
+    command = [sys.executable, "-c", MEASURE, folder, dtype, kept]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def folder_of_zeros(folder, layers, shards=1):
+    """A bfloat16 checkpoint as deep for its width as real ones are, and the number of its weights."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": layers}
     config = LLAMA | sizes | {"num_attention_heads": 8, "num_key_value_heads": 8}
     with torch.device("meta"):
         meta = Transformer(read_config(config)).state_dict()
     weights = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in meta.items()}
-    folder = write_folder(tmp_path / "m", config, weights)
-    size = sum(tensor.numel() for tensor in weights.values()) * 4
-    found = loading_bytes(folder, "float32")
-    assert found["weights_bytes"] == size
-    assert size <= found["added_bytes"] <= 1.15 * size, f"{found['added_bytes'] / size:.3f} times the weights' bytes"
+    return write_folder(folder, config, weights, shards=shards), sum(tensor.numel() for tensor in weights.values())
+
+
+@needs_linux
+def test_loading_never_holds_the_model_twice(tmp_path):
+    folder, count = folder_of_zeros(tmp_path / "m", layers=20)
+    peak = peak_of_loading(folder, "float32")
+    assert 4 * count <= peak <= 1.15 * 4 * count, f"{peak / (4 * count):.3f} times the weights' bytes"
+
+
+@needs_linux
+def test_sharded_loading_holds_at_most_one_shard_beside_what_stays(tmp_path):
+    folder, count = folder_of_zeros(tmp_path / "m", layers=20, shards=5)
+    shard = max(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert peak_of_loading(folder, "bfloat16") <= 2 * count + 1.15 * shard
+    assert peak_of_loading(folder, "bfloat16", "dropped") <= 1.15 * shard
 
 
 def test_progress_goes_to_standard_error_of_a_terminal(tmp_path, capfd, monkeypatch):
