@@ -6,12 +6,15 @@ comes with a checkpoint runs. Every mistake of a user and every fault of a check
 names it and the remedy.
 """
 
+import math
+
 import torch
 from torch.overrides import TorchFunctionMode
 
 from loading.config import read_config
 from loading.default_model import default_model_folder
 from loading.files import fetcher, read_json, read_text
+from loading.memory import free_bytes
 from loading.tokenizer import Tokenizer, build_tokenizer
 from loading.weights import find_tensors, read_tensors
 from model import Transformer
@@ -24,7 +27,7 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
 
     device: "cpu", "cuda", ...; default: cuda where there is one. dtype: torch.dtype or its name; default: float32
     on a CPU, bfloat16 elsewhere. progress: bars on standard error. Raises ValueError.
-    The configuration is judged before weights are fetched, and their headers before they are read.
+    The configuration, and whether the model fits, is judged before weights are fetched; their headers before they are read.
     """
     device, dtype = _device_and_dtype(device, dtype)
     fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path)
@@ -34,6 +37,7 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
     with torch.device("meta"), _WithoutInit():  # shapes only: nothing is allocated
         model = Transformer(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    _refuse_what_does_not_fit(shapes, device, dtype)
     tensors = find_tensors(fetch, shapes, config.tied)
     try:
         model.load(read_tensors(tensors, device, dtype, progress))
@@ -54,6 +58,13 @@ def _read_tokenizer(fetch, raw, vocab_size):
         template=read_text(template) if template else None,
         unasked=[name for name, path in zip(names[1:], (settings, template)) if path is False],
     )
+
+
+def _refuse_what_does_not_fit(shapes, device, dtype):
+    needed, free = sum(map(math.prod, shapes.values())) * dtype.itemsize, free_bytes(device)
+    if free is not None and needed > free:
+        numbers = f"the weights take {needed / 1e6:,.2f} MB as {dtype}, and {device} has {free / 1e6:,.2f} MB left"
+        raise ValueError(f"{numbers}: pass a smaller --dtype, another --device or a smaller --model")
 
 
 class _WithoutInit(TorchFunctionMode):
