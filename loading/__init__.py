@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from loading.config import read_config
 from loading.default_model import default_model_folder
-from loading.files import fetcher, read_json, read_text
+from loading.files import fetcher, first_line, read_json, read_text
 from loading.memory import free_bytes
 from loading.tokenizer import Tokenizer, build_tokenizer
 from loading.weights import find_tensors, read_tensors
@@ -30,7 +30,16 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
     The configuration, and whether the model fits, is judged before weights are fetched; their headers before they are read.
     """
     device, dtype = _device_and_dtype(device, dtype)
-    fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path)
+    try:
+        fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path)
+        return _load(fetch, device, dtype, progress)
+    except torch.OutOfMemoryError:
+        raise ValueError(f"the model does not fit on {device}: pass --device cpu, or a smaller --model") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the model ({first_line(error)}): see to its files, or pass another") from None
+
+
+def _load(fetch, device, dtype, progress):
     raw = read_json(fetch("config.json"))
     config = read_config(raw)
     tokenizer = _read_tokenizer(fetch, raw, config.vocab_size)
@@ -39,11 +48,7 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     _refuse_what_does_not_fit(shapes, device, dtype)
     tensors = find_tensors(fetch, shapes, config.tied)
-    try:
-        model.load(read_tensors(tensors, device, dtype, progress))
-    except torch.OutOfMemoryError:
-        raise ValueError(f"the model does not fit on {device}: pass --device cpu, or a smaller --model") from None
-    return model, tokenizer
+    return model.load(read_tensors(tensors, device, dtype, progress)), tokenizer
 
 
 def _read_tokenizer(fetch, raw, vocab_size):

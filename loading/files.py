@@ -92,11 +92,9 @@ def _hub_remedy(error):
 
 
 def read_text(path):
-    """What a UTF-8 file holds. Raises ValueError."""
+    """What a UTF-8 file holds. Raises ValueError for one that is not."""
     try:
         return path.read_text("utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror}): make it readable, or pass another model") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error.reason}): download it again") from None
 

@@ -9,6 +9,7 @@ What goes wrong for users -> tests
 import errno
 import os
 import types
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -68,6 +69,15 @@ def test_wrong_path_is_one_line(monkeypatch, tmp_path, name):
     monkeypatch.setattr(loading_files, "hf_hub_download", lambda *_: pytest.fail("not a Hub id"))
     call = (lambda: quiet_load(name)) if name != ".." else (lambda: quiet_load(tmp_path))
     assert_refused("pass", call=call)
+
+
+@pytest.mark.parametrize("file", ["config.json", "chat_template.jinja", "model.safetensors"])
+def test_unreadable_file_is_one_line(tmp_path, monkeypatch, file):
+    folder = write_folder(tmp_path / "m", chat_template_jinja=CHATML)
+    (folder / file).rename(folder / "kept")
+    os.symlink(folder / "kept" / "no folder", folder / file)
+    monkeypatch.setattr(Path, "is_file", os.path.lexists)  # so that only opening fails, as where permission is denied
+    assert_refused(file, "cannot read", call=lambda: quiet_load(folder))
 
 
 def test_home_that_is_not_there_is_one_line(monkeypatch):
