@@ -92,11 +92,13 @@ def draft(model, cache, last, plan, keep_drafting, temperature, top_p, rng):
         for _ in range(plan.gamma):
             tokens = torch.tensor([drafts[-1] if drafts else last], device=model.device)
             logits = model(tokens, cache, skip=plan.skip_set, choices=plan.choices)
-            rows.append(sampling_probs(logits, temperature, top_p)[0])
-            token = sample(rows[-1], rng) if temperature else rows[-1].argmax()
-            confidence = torch.softmax(logits[0].float(), -1)[token]
+            probs = sampling_probs(logits, temperature, top_p)[0]
+            token = sample(probs, rng) if temperature else probs.argmax()
+            confidence = torch.softmax(logits[0].float(), -1).gather(0, token[None])[0]
             token, confidence = torch.stack((token.double(), confidence.double())).tolist()  # a GPU is waited for once
-            check_finite([confidence])
+            if not math.isfinite(confidence):  # the draft overflowed, the target need not: what is here so far is submitted
+                break
+            rows.append(probs)
             drafts.append(int(token))
             confidences.append(confidence)
             cache.length += 1
