@@ -53,15 +53,18 @@ def _load(fetch, device, dtype, progress):
 
 def _read_tokenizer(fetch, raw, vocab_size):
     names = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
-    generation, settings, template = (fetch(name, required=False) for name in names)
+    generation, settings, template = paths = [fetch(name, required=False) for name in names]
+    settings = read_json(settings) if settings else {}
+    if "added_tokens_decoder" not in settings and (older := fetch("special_tokens_map.json", required=False)):
+        settings |= read_json(older)  # as in transformers
     return build_tokenizer(
         fetch("tokenizer.json"),
         vocab_size=vocab_size,
         config=raw,
         generation=read_json(generation) if generation else {},
-        settings=read_json(settings) if settings else {},
+        settings=settings,
         template=read_text(template) if template else None,
-        unasked=[name for name, path in zip(names[1:], (settings, template)) if path is False],
+        unasked=[name for name, path in zip(names[1:], paths[1:]) if path is False],
     )
 
 

@@ -24,8 +24,8 @@ def fetcher(name_or_path):
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         return lambda file, required=True: _local_file(folder, file, required)
-    if os.path.isfile(folder):
-        raise ValueError(f"{name} is a file: pass the folder that holds config.json, tokenizer.json and the weights")
+    if os.path.lexists(folder):
+        raise ValueError(f"{name} is no folder: pass the one that holds config.json, tokenizer.json and the weights")
     try:
         validate_repo_id(name)
     except hub_errors.HFValidationError:
@@ -38,6 +38,8 @@ def _local_file(folder, file, required):
     path = folder / file
     if path.is_file():
         return path
+    if os.path.lexists(path):
+        raise ValueError(f"{path} is no file, or a link to none: copy or download it again")
     if required:
         raise ValueError(f"{folder} has no {file}: {_remedy(file, os.listdir(folder))}")
     return None

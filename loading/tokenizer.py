@@ -75,6 +75,8 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001, a template is a stranger's program and can fail in any way
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"the model's chat template failed ({reason}): pass --raw to do without it") from None
+        if prompt.strip() and not text.strip():
+            raise ValueError("the model's chat template leaves nothing of the prompt: pass --raw to do without it")
         return self.encode(text)
 
 
@@ -164,7 +166,7 @@ def build_tokenizer(path, *, vocab_size, config, generation, settings, template=
 
 def _read_backend(path):
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         backend.encode("a")
         return backend
     except (KeyboardInterrupt, SystemExit):

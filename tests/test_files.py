@@ -87,7 +87,18 @@ def test_home_that_is_not_there_is_one_line(monkeypatch):
 
 def test_file_instead_of_folder(tmp_path):
     file = write_folder(tmp_path / "m") / "model.safetensors"
-    assert_refused("is a file", "folder", call=lambda: quiet_load(file))
+    assert_refused("is no folder", "pass the one", call=lambda: quiet_load(file))
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    assert_refused("is no folder", "pass the one", call=lambda: quiet_load(tmp_path / "link"))
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "chat_template.jinja", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["broken link", "folder", "loop"])
+def test_what_is_there_but_no_file_is_never_taken_for_absent(tmp_path, file, kind):
+    path = write_folder(tmp_path / "m") / file
+    path.unlink(missing_ok=True)
+    path.mkdir() if kind == "folder" else path.symlink_to(path if kind == "loop" else tmp_path / "gone")
+    assert_refused(str(path), "again", call=lambda: quiet_load(tmp_path / "m"))
 
 
 class FakeHub:
@@ -123,9 +134,10 @@ def test_hub_fetches_only_what_is_needed(tmp_path, monkeypatch, shards, missing)
     model, tokenizer = quiet_load("someone/model")
     assert torch.equal(logits(model), logits(from_weights(LLAMA, weights))) and tokenizer.eos_ids == {257, 9}
     settings = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    settings |= {"special_tokens_map.json"}
     index = {"model.safetensors.index.json", "model-0.safetensors", "model-1.safetensors"} if shards == 2 else set()
     assert set(hub.asked) == settings | {"model.safetensors"} | index
-    assert not any(file.endswith(".safetensors") for file in hub.asked[:5]), "weights last"
+    assert not any(file.endswith(".safetensors") for file in hub.asked[:6]), "weights last"
 
 
 @pytest.mark.parametrize(("settings", "cached"), [({}, "chat_template.jinja"), (None, "tokenizer_config.json and chat_template.jinja")])

@@ -68,6 +68,18 @@ def test_ids_outside_the_vocabulary_begin_no_text(tmp_path):
     assert tokenizer_of(tmp_path, LLAMA | {"bos_token_id": -1}, generation_config_json={"bos_token_id": 7}).bos_id == 7
 
 
+def test_special_tokens_of_older_checkpoints_are_in_their_own_file(tmp_path):
+    older = {"bos_token": "<bos>", "eos_token": {"content": "<|im_end|>"}}
+    template = "{{ bos_token }}{{ eos_token }}{{ messages[0].content }}"
+    for settings in ({}, {"bos_token": None}, {"bos_token": "<|im_start|>"}):
+        files = {"tokenizer_config_json": settings | {"chat_template": template}, "special_tokens_map_json": older}
+        tokenizer = tokenizer_of(tmp_path, LLAMA | {"eos_token_id": None}, **files)
+        assert tokenizer.chat("h") == [256, 257, 71] and (tokenizer.bos_id, tokenizer.eos_ids) == (256, {257})
+    files["tokenizer_config_json"] |= {"added_tokens_decoder": {}}  # since then, its own say counts
+    tokenizer = tokenizer_of(tmp_path, LLAMA | {"eos_token_id": None}, **files)
+    assert tokenizer.chat("h") == [258, 71] and tokenizer.eos_ids == frozenset()
+
+
 def test_begin_of_text_exactly_once(tmp_path):
     settings = {"bos_token": "<bos>", "chat_template": "{{ bos_token }}" + CHATML}
     tokenizer = tokenizer_of(tmp_path, backend=byte_tokenizer(adds_bos=True), tokenizer_config_json=settings)
@@ -156,6 +168,12 @@ def test_template_helpers_are_those_of_transformers(tmp_path):
 def test_template_cannot_reach_python(tmp_path, template):
     tokenizer = tokenizer_of(tmp_path, chat_template_jinja=template)
     assert_refused("chat template failed", "--raw", call=lambda: tokenizer.chat("hi"))
+
+
+@pytest.mark.parametrize("template", ["{#", "{% set messages = 1 %} ", "{% macro m() %}{{ messages }}{% endmacro %}"])
+def test_template_that_drops_the_prompt_is_told(tmp_path, template):
+    tokenizer = tokenizer_of(tmp_path, chat_template_jinja=template)
+    assert_refused("chat template", "--raw", call=lambda: tokenizer.chat("hi"))
 
 
 def test_tokenizer_larger_than_the_model(tmp_path):
