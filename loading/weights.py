@@ -31,7 +31,7 @@ def find_tensors(fetch, shapes, tied):
         files = {single.name: single}
     else:
         index = fetch("model.safetensors.index.json", required=False)
-        if index is None:
+        if not index:
             fetch("model.safetensors")  # raises, with the remedy
         weight_map = _read_weight_map(index)
         _compare_names(weight_map, shapes, tied, index)

@@ -206,6 +206,13 @@ def test_remedy_follows_what_keeps_a_file_of_the_hub_away(monkeypatch, error, re
     assert_refused("config.json of someone/model", remedy, call=lambda: quiet_load("someone/model"))
 
 
+def test_weights_that_are_not_cached_are_asked_for_in_one_line(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
+    assert_refused("out of reach", "model.safetensors", call=lambda: quiet_load("someone/model"))
+
+
 def test_hub_without_network_is_one_line(monkeypatch, tmp_path):
     """The real library, with its real offline mode and an empty cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
