@@ -76,10 +76,10 @@ class Plan:
     tokens: tuple = ()  # a draft that is given, of at least gamma tokens: no model runs for it
 
 
-def draft(model, cache, last, plan, keep_drafting, temperature, top_p, rng):
+def draft(model, cache, last, plan, keep_drafting, temperature, top_p, rng, eos_ids=()):
     """Guesses up to plan.gamma tokens behind `last` with plan.skip_set left out, or takes those that the plan gives.
 
-    keep_drafting(confidences) is asked after each token; a token that ends the draft is still submitted.
+    keep_drafting(confidences) is asked after each token; a token that ends the draft is still submitted, an end-of-text too.
     cache.length is moved while drafting and put back. Returns (drafts, draft_probs (γ, V), confidences), where a
     confidence is the draft's own probability, before temperature and top-p, of the token it chose. A token that is
     given was certain: its distribution is one-hot, and it has no confidence.
@@ -102,7 +102,7 @@ def draft(model, cache, last, plan, keep_drafting, temperature, top_p, rng):
             drafts.append(int(token))
             confidences.append(confidence)
             cache.length += 1
-            if not keep_drafting(confidences):
+            if drafts[-1] in eos_ids or not keep_drafting(confidences):
                 break
     finally:
         cache.length = length
@@ -299,7 +299,7 @@ def _round(session, planner, eos_ids, rng):
     bounded = replace(plan, gamma=min(plan.gamma, session.remaining - 1))
     last = session.tokens[-1]
     drafts, draft_probs, confidences = draft(
-        model, cache, last, bounded, lambda c: planner.keep_drafting(session, plan, c), session.temperature, session.top_p, rng
+        model, cache, last, bounded, lambda c: planner.keep_drafting(session, plan, c), session.temperature, session.top_p, rng, eos_ids
     )
     clock.append(time.perf_counter())
     # Verification writes all layers' keys and values over those of the draft.

@@ -42,12 +42,30 @@ DOUBT = 0.35  # mean of 1 − confidence over tried tokens, as it counts before 
 class Candidate:
     """A draft to choose from: what it skips, how it keeps the rest, and what has been seen of it."""
 
+    way: str  # of WAYS, or "full"
     skip_set: frozenset = frozenset()
-    way: str = "full"  # or a name of WAYS
-    window_alpha: float = 1.0  # what the knapsack's window says of its skip set
+    window_alpha: float = 1.0  # what the knapsack's window says of the skip set
+    unskipped: "Candidate | None" = None  # the one that skips nothing in the same way
     accepted: float = 0.0  # of its drafts that were tried: those before a rejection, and the rejected one
     tried: float = 0.0
     doubt: float = 0.0  # 1 − confidence, summed over those tried
+
+    @property
+    def prior(self):
+        """α before anything was seen of it: that of its way, times what the window says of its skip set."""
+        if self.unskipped:
+            return self.window_alpha * self.unskipped.alpha
+        return WAYS[self.way].alpha if self.way in WAYS else 1.0
+
+    @property
+    def alpha(self):
+        """A Beta posterior's mean."""
+        return (PRIOR_TOKENS * self.prior + self.accepted) / (PRIOR_TOKENS + self.tried)
+
+    @property
+    def risk(self):
+        """How the chance of a rejection grows with 1 − confidence."""
+        return (PRIOR_TOKENS * (1 - self.prior) + self.tried - self.accepted) / (PRIOR_TOKENS * DOUBT + self.doubt)
 
     def observe(self, round):
         """A plan of which nothing could be drafted counts as one token rejected."""
@@ -59,13 +77,13 @@ class Candidate:
         self.accepted, self.tried, self.doubt = FADE * self.accepted, FADE * self.tried, FADE * self.doubt
 
 
-# --- 2. Prices -------------------------------------------------------------------------------------------------------
+# --- 2. What things cost ---------------------------------------------------------------------------------------------
+
+RATE = 0.1  # weight of the latest round in a correction: single rounds are noisy, a machine's drift lasts
 
 
 class Prices:
     """What things cost now: the profile, corrected by what this run really takes. Not full: the paper's prices."""
-
-    RATE = 0.1  # weight of the latest round: single rounds are noisy, a machine's drift lasts
 
     def __init__(self, latency, n_layer, full):
         self.latency, self.n_layer, self.full = latency, n_layer, full
@@ -82,21 +100,26 @@ class Prices:
     def verify_s(self, n, gamma_max):
         """Seconds of verifying γ + 1 tokens, for each γ from 0 to gamma_max."""
         if not self.full:
-            return [self.draft_s(n, Candidate())] * (gamma_max + 1)
+            return [self.draft_s(n, Candidate("full"))] * (gamma_max + 1)
         return [self.latency.verify(n, k) * self.verify_factor for k in range(1, gamma_max + 2)]
 
     def observe(self, round, candidate):
         """candidate: what drafted in this round, or None."""
         n, k = round.position, round.drafted
-        self.verify_factor += self.RATE * (round.verify_s / self.latency.verify(n, k + 1) - self.verify_factor)
+        self.verify_factor += RATE * (round.verify_s / self.latency.verify(n, k + 1) - self.verify_factor)
         if candidate and k:
             expected_s = k * self.draft_s(n, candidate) / self.draft_factor
-            self.draft_factor += self.RATE * (round.draft_s / expected_s - self.draft_factor)
+            self.draft_factor += RATE * (round.draft_s / expected_s - self.draft_factor)
 
 
-# --- 3. The planner --------------------------------------------------------------------------------------------------
+def best_rate(alpha, draft_s, verify_s):
+    """The most tokens per second at any γ from 1 to len(verify_s) − 1, and that γ."""
+    gammas = range(1, len(verify_s))
+    return max(((tokens_per_time(alpha, gamma, draft_s, verify_s[gamma]), gamma) for gamma in gammas), default=(0.0, 0))
 
-MARGIN = 1.03  # a draft must promise so much over plain decoding: predictions are off by some per cent
+
+# --- 3. When to solve the knapsack, and which branches to follow -----------------------------------------------------
+
 SHARE = 0.05  # of the time of the text so far may go into solving the knapsack again
 SLOPE, SLOPE_WEIGHT = 0.7, 2.0  # rejections per unit of distance, and the sum of distances that this counts as much as
 BRANCHES = 4  # to follow: more find hardly anything better, and cost as much more
@@ -105,6 +128,49 @@ BRANCHES = 4  # to follow: more find hardly anything better, and cost as much mo
 def distance(cosine):
     """‖u − v‖ of two directions: √(2 (1 − cosine)). The chance of a rejection grows about in proportion to it."""
     return math.sqrt(max(2 * (1 - cosine), 0.0))
+
+
+def alpha_at(far):
+    """α of a draft whose states are so far from the target's, before any was seen."""
+    return max(1 - SLOPE * far, 0.0)
+
+
+def free_look(states, seconds, budget):
+    """[(distance, seconds saved)] of skip sets that grow, if the changes that items make to the target's states added up.
+
+    states: x_0 … x_2L of the window. seconds: of an attention and of an MLP. It runs no forward: where this promises
+    nothing, the knapsack finds nothing either.
+    """
+    x, found, square, saved_s = torch.stack(states).float(), [], 0.0, 0.0  # (2L + 1, W, H)
+    changes = [distance(c) ** 2 for c in torch.cosine_similarity(x[1:], x[:-1], dim=-1).mean(-1).tolist()]
+    most_s = budget * sum(seconds) * len(changes) / 2
+    for item in sorted(range(2, len(changes) - 2), key=lambda item: changes[item] / max(seconds[item % 2], 1e-12)):
+        square, saved_s = square + changes[item], saved_s + seconds[item % 2]
+        if saved_s <= most_s:
+            found.append((math.sqrt(square), saved_s))
+    return found
+
+
+def promising(weights, budget, rate):
+    """A `select` for the knapsack: the branches whose course promises most of rate(α, weight saved).
+
+    Their course: weight saved and squared distance grow in proportion to the weight of the items passed.
+    """
+
+    def select(item, branches):
+        stretch = sum(weights[2:-2]) / max(sum(weights[2 : item + 1]), 1)
+
+        def course(branch):
+            return rate(alpha_at(distance(branch.cosine) * math.sqrt(stretch)), min(branch.weight * stretch, budget))
+
+        return sorted(sorted(branches, key=course, reverse=True)[:BRANCHES], key=lambda branch: branch.weight)
+
+    return select
+
+
+# --- 4. The planner --------------------------------------------------------------------------------------------------
+
+MARGIN = 1.03  # a draft must promise so much over plain decoding: predictions are off by some per cent
 
 
 class KnapSpecPlus(KnapSpec):
@@ -125,8 +191,8 @@ class KnapSpecPlus(KnapSpec):
         rounds, n = session.generation.rounds, session.cache.length
         if rounds == 0:  # another text: prices stay, what was seen of drafts does not
             self.prices = self.prices or Prices(self.latency, session.model.config.n_layer, "prices" in self.parts)
-            self.kept = {way: Candidate(way=way) for way in self.ways}  # the drafts that skip nothing
-            self.candidates = [self.kept[way] for way in self.ways[1:]]
+            self.unskipped = {way: Candidate(way) for way in self.ways}
+            self.candidates = [self.unskipped[way] for way in self.ways[1:]]
             self.lookup, self.next_look, self.planned_s = Lookup(), 0, 0.0
         self.verify_s = self.prices.verify_s(n, self.gamma_max)
         self.chosen, plan = self._best(n)
@@ -136,106 +202,64 @@ class KnapSpecPlus(KnapSpec):
             self.chosen, plan = self._best(n)
         if "lookup" in self.parts:
             tokens, alpha = self.lookup.guess(session.tokens)
-            rate, gamma = self._rate(alpha, 0.0, min(self.gamma_max, len(tokens)))
-            if tokens and rate > plan.tokens_per_second:
+            rate, gamma = best_rate(alpha, 0.0, self.verify_s[: len(tokens) + 1])
+            if rate > plan.tokens_per_second:
                 self.chosen, plan = None, Plan(gamma=gamma, alpha=alpha, tokens_per_second=rate, tokens=tokens)
         return plan
-
-    def _rate(self, alpha, draft_s, gamma_max=None):
-        """The most tokens per second that such drafts give at any γ ≥ 1, and that γ."""
-        gammas = range(1, (self.gamma_max if gamma_max is None else gamma_max) + 1)
-        return max(((tokens_per_time(alpha, gamma, draft_s, self.verify_s[gamma]), gamma) for gamma in gammas), default=(0.0, 0))
 
     def _best(self, n):
         """The candidate with the most tokens per time and its Plan; None and plain decoding where none is worth it."""
         best, plan = None, Plan(tokens_per_second=1 / self.verify_s[0])
         least = MARGIN * plan.tokens_per_second
         for candidate in self.candidates:
-            alpha = self._alpha(candidate)
-            rate, gamma = self._rate(alpha, self.prices.draft_s(n, candidate))
+            rate, gamma = best_rate(candidate.alpha, self.prices.draft_s(n, candidate), self.verify_s)
             if rate > max(least, plan.tokens_per_second):
-                best, plan = candidate, Plan(candidate.skip_set, gamma, alpha, rate, self.prices.choices(candidate))
+                best, plan = candidate, Plan(candidate.skip_set, gamma, candidate.alpha, rate, self.prices.choices(candidate))
         return best, plan
 
-    def _alpha(self, candidate):
-        """A Beta posterior over what was seen of the candidate."""
-        return (PRIOR_TOKENS * self._prior(candidate) + candidate.accepted) / (PRIOR_TOKENS + candidate.tried)
-
-    def _prior(self, candidate):
-        """That of its way; for one that skips, times what the window says of its skip set."""
-        if candidate.skip_set:
-            return candidate.window_alpha * self._alpha(self.kept[candidate.way])
-        return 1.0 if candidate.way == "full" else WAYS[candidate.way].alpha
-
-    # The knapsack: when, and what comes of it.
-
-    def _sublayers_s(self, session):
-        """The cheapest way to draft, and the seconds of its attention and of its MLP: what the knapsack counts in."""
-        n = session.cache.length
-        way = min(self.ways, key=lambda way: self.prices.draft_s(n, self.kept[way]))
-        return way, [self.latency.sublayer(item, n, way) for item in (0, 1)]
+    def _cheapest(self, n):
+        """What the knapsack counts in: the cheapest draft that skips nothing, the seconds of its attention and of its MLP."""
+        whole = min(self.unskipped.values(), key=lambda candidate: self.prices.draft_s(n, candidate))
+        return whole, [self.latency.sublayer(item, n, whole.way) for item in (0, 1)]
 
     def _worth_solving(self, session, plan):
-        """A look that costs no forward: would skipping pay if the changes that items make to the target's states added up?
-
-        If so, and if what may be gained of the rest of the text is more than solving costs. The first time is free; later
-        ones wait until they are within SHARE of the time.
-        """
+        """Is the first look, or a later one within its share of the time, and may the rest of the text gain what it costs?"""
         if "thrift" not in self.parts:
             return True
-        n, (way, seconds) = session.cache.length, self._sublayers_s(session)
-        states, _ = session.window(self.window)
+        n, (states, _) = session.cache.length, session.window(self.window)
         price_s = self.latency.verify(n, BRANCHES * len(states[0]))
         if self.planned_s and self.planned_s + price_s > SHARE * len(session.generation.token_ids) / plan.tokens_per_second:
             return False
         self.next_look = session.generation.rounds + self.interval
-        x = torch.stack(states).float()  # (2L + 1, W, H)
-        changes = torch.cosine_similarity(x[1:], x[:-1], dim=-1).mean(-1).tolist()
-        squares = {item: distance(changes[item]) ** 2 for item in range(2, len(changes) - 2)}
-        alpha, draft_s, far, saved_s, best = self._alpha(self.kept[way]), self.prices.draft_s(n, self.kept[way]), 0.0, 0.0, 0.0
-        for item in sorted(squares, key=lambda item: squares[item] / max(seconds[item % 2], 1e-12)):
-            far, saved_s = far + squares[item], saved_s + seconds[item % 2]
-            if saved_s <= self.budget * sum(seconds) * len(states) / 2:
-                best = max(best, self._rate(alpha * max(1 - SLOPE * math.sqrt(far), 0.0), draft_s - saved_s)[0])
-        gain_s = session.remaining / plan.tokens_per_second - session.remaining / best if best else 0.0
-        if gain_s <= price_s:
+        whole, seconds = self._cheapest(n)
+        whole_s = self.prices.draft_s(n, whole)
+        rate = max((best_rate(whole.alpha * alpha_at(far), whole_s - saved_s, self.verify_s)[0]
+                    for far, saved_s in free_look(states, seconds, self.budget)), default=0.0)  # fmt: skip
+        if not rate or session.remaining * (1 / plan.tokens_per_second - 1 / rate) <= price_s:
             return False
         self.planned_s += price_s
         return True
 
     def _solve(self, session):
         """The knapsack on the latest window: each survivor is a candidate in every way. What was seen of known ones stays."""
-        n, (way, seconds) = session.cache.length, self._sublayers_s(session)
-        states, target_probs = session.window(self.window)
+        n, (states, target_probs) = session.cache.length, session.window(self.window)
+        whole, seconds = self._cheapest(n)
         weights = integer_weights(*seconds, self.prices.n_layer, self.max_ratio)
-        most = int(self.budget * sum(weights))
-        unit_s = sum(seconds) / (weights[0] + weights[1])
-        whole_s = self.prices.draft_s(n, self.kept[way])
-
-        def promising(item, branches):
-            """Those whose course promises most: weight and squared distance grow with the weight of the items passed."""
-            stretch = sum(weights[2:-2]) / max(sum(weights[2 : item + 1]), 1)
-
-            def course(branch):
-                alpha = max(1 - SLOPE * distance(branch.cosine) * math.sqrt(stretch), 0.0)
-                return self._rate(alpha, whole_s - min(branch.weight * stretch, most) * unit_s)[0]
-
-            best = sorted(branches, key=course, reverse=True)[:BRANCHES]
-            return sorted(best, key=lambda branch: branch.weight)
-
-        branches, x = knapsack(session.model.sublayers, weights, states, session.cache, budget=most, tau=self.tau,
-                               select=promising if "pruning" in self.parts else None)  # fmt: skip
+        budget, unit_s = int(self.budget * sum(weights)), sum(seconds) / (weights[0] + weights[1])
+        whole_s = self.prices.draft_s(n, whole)
+        select = promising(weights, budget, lambda alpha, weight: best_rate(alpha, whole_s - weight * unit_s, self.verify_s)[0])
+        branches, x = knapsack(session.model.sublayers, weights, states, session.cache, budget=budget, tau=self.tau,
+                               select=select if "pruning" in self.parts else None)  # fmt: skip
         alphas, distances = agreement(session, x, target_probs) if branches else [], [distance(branch.cosine) for branch in branches]
         # Eight tokens say little of one branch. All of them together say how fast rejections grow with the distance.
         slope = (SLOPE * SLOPE_WEIGHT + sum(1 - alpha for alpha in alphas)) / (SLOPE_WEIGHT + sum(distances))
         known = {(c.skip_set, c.way): c for c in self.candidates}
-        self.candidates = [self.kept[way] for way in self.ways[1:]]
+        self.candidates = [self.unskipped[way] for way in self.ways[1:]]
         for branch, alpha, far in zip(branches, alphas, distances):
             for way in self.ways if branch.skip_set else ():
-                self.candidates.append(known.get((branch.skip_set, way), Candidate(branch.skip_set, way)))
-                self.candidates[-1].window_alpha = max(1 - slope * far, 0.0) if "posterior" in self.parts else alpha
-
-    # While drafting, and afterwards.
+                candidate = known.get((branch.skip_set, way)) or Candidate(way, branch.skip_set, unskipped=self.unskipped[way])
+                candidate.window_alpha = max(1 - slope * far, 0.0) if "posterior" in self.parts else alpha
+                self.candidates.append(candidate)
 
     def keep_drafting(self, session, plan, confidences):
         """Goes on where some number of further tokens is expected to be worth its time at the rate that the plan promises.
@@ -246,10 +270,9 @@ class KnapSpecPlus(KnapSpec):
         """
         if "renewal" not in self.parts:
             return super().keep_drafting(session, plan, confidences)
-        c, k = self.chosen, len(confidences)
-        risk = (PRIOR_TOKENS * (1 - self._prior(c)) + c.tried - c.accepted) / (PRIOR_TOKENS * DOUBT + c.doubt)
+        risk, k, verify_s = self.chosen.risk, len(confidences), self.verify_s
         chance = math.prod(max(1 - risk * (1 - confidence), 0) for confidence in confidences)
-        draft_s, verify_s = self.prices.draft_s(session.cache.length, c), self.verify_s
+        draft_s = self.prices.draft_s(session.cache.length, self.chosen)
         return any(chance * (expected_tokens(plan.alpha, m) - 1) > plan.tokens_per_second * (m * draft_s + verify_s[k + m] - verify_s[k])
                    for m in range(1, self.gamma_max - k + 1))  # fmt: skip
 

@@ -8,15 +8,15 @@ al. 2024) found necessary, and drafts with it as TriForce and MagicDec do.
 """
 
 import itertools
-import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
+
+from loading.memory import free_bytes
 
 LINEARS = {"self_attn": ("qkv", "out"), "mlp": ("gate_up", "down")}  # the parts of a layer and their linear layers
 SINKS, WIDTH = 4, 256  # a window reads the first few cached positions and the last ones before the new tokens
@@ -105,16 +105,6 @@ def _shallow(module):
     twin.__dict__.update(module.__dict__)
     twin._modules = dict(module._modules)
     return twin
-
-
-def free_bytes(device):
-    """What the device has left, or None where it does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return int(re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
-    except (OSError, TypeError):
-        return None
 
 
 def _no_room(model, kind):
