@@ -56,7 +56,11 @@ def latency_model(n_layer, *, attention_s=(1e-3, 1e-6), mlp_s=1e-3, head_s=1e-4,
 
 
 class SimulatedMachine:
-    """A model whose forwards, and sublayers run one by one on many rows, take what a LatencyModel says; nothing else does."""
+    """A model whose forwards, and sublayers run one by one on many rows, take what a LatencyModel says; nothing else does.
+
+    A forward that skips something, or keeps something in a cheaper way, is a draft's; any other is priced as a verification.
+    A draft that is given runs no forward, and so costs nothing.
+    """
 
     def __init__(self, model, latency, monkeypatch):
         self.simulated, self.latency, self.now_s = model, latency, 0.0
@@ -65,10 +69,11 @@ class SimulatedMachine:
     def __getattr__(self, name):
         return getattr(self.simulated, name)
 
-    def __call__(self, tokens, cache, *, skip=frozenset(), **options):
+    def __call__(self, tokens, cache, *, skip=frozenset(), choices=None, **options):
         n, L = cache.length, self.config.n_layer
-        self.now_s += self.latency.draft(skip, n, L) if skip else self.latency.verify(n, len(tokens))
-        return self.simulated(tokens, cache, skip=skip, **options)
+        drafts = skip or choices
+        self.now_s += self.latency.draft(skip, n, L, choices) if drafts else self.latency.verify(n, len(tokens))
+        return self.simulated(tokens, cache, skip=skip, choices=choices, **options)
 
     @property
     def sublayers(self):
@@ -87,15 +92,31 @@ class SimulatedMachine:
 
 
 class Restless(Planner):
-    """Another random skip set and γ each round, drafts of random length, now and then all or nothing skipped."""
+    """Another random skip set and γ each round, drafts of random length, now and then all or nothing skipped.
 
-    def __init__(self, seed, *, gamma_max=12, window=0):
+    gives: the share of rounds whose draft is given: random ids, or what comes next in `text` (ids, prompt included), as far
+    as that goes, often with one of them replaced.
+    """
+
+    def __init__(self, seed, *, gamma_max=12, window=0, gives=0.0, text=()):
         self.rng, self.gamma_max, self.window, self.rounds = random.Random(seed), gamma_max, window, []
+        self.gives, self.text = gives, list(text)
 
     def plan(self, session):
+        if self.rng.random() < self.gives:
+            return self._given(session)
         share = self.rng.choice((0.0, 0.1, 0.3, 0.6, 1.0))
         skip_set = frozenset(i for i in range(2 * session.model.config.n_layer) if self.rng.random() < share)
         return Plan(skip_set, self.rng.randint(0, self.gamma_max))
+
+    def _given(self, session):
+        V = session.model.config.vocab_size
+        tokens = self.text[len(session.tokens) :][: self.rng.randint(1, 2 * self.gamma_max)]
+        if not tokens or self.rng.random() < 0.3:
+            tokens = [self.rng.randrange(V) for _ in range(self.gamma_max)]
+        elif self.rng.random() < 0.5:
+            tokens[self.rng.randrange(len(tokens))] = self.rng.randrange(V)
+        return Plan(gamma=self.rng.randint(1, min(self.gamma_max, len(tokens))), tokens=tuple(tokens))
 
     def keep_drafting(self, session, plan, confidences):
         return self.rng.random() < 0.9
