@@ -18,12 +18,12 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import platform
 import statistics
 import sysconfig
-import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -32,10 +32,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from loading.caches import cache_folder
+from loading.caches import cache_folder, write_text
 from model import KVCache
 
-REPEATS = 5
+REPEATS = 3
+LENGTHS = 64, 512  # the short context that is always measured, and the least that counts as a long one
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,12 @@ class LatencyModel:
         return self.head_s + attention_kept * self.attention(n) + mlp_kept * self.mlp_s
 
     def verify(self, n, k):
-        """One forward of the whole model over k new tokens; between and beyond the measured k on straight lines."""
-        points = [(m, a + b * n) for m, a, b in self.verify_s]
+        """One forward of the whole model over k new tokens; between and beyond the measured k on straight lines.
+
+        It never falls as k grows: where more tokens were measured to take less, that is noise.
+        """
+        times = itertools.accumulate((a + b * n for _, a, b in self.verify_s), max)
+        points = [(m, t) for (m, *_), t in zip(self.verify_s, times)]
         if len(points) == 1:
             return points[0][1]
         right = next((i for i, (m, _) in enumerate(points) if m >= k), len(points) - 1)
@@ -111,7 +116,7 @@ def measure(model, *, context_lengths, gamma_max, progress=False):
     """
     L = model.config.n_layer
     attention, mlp = frozenset(range(0, 2 * L, 2)), frozenset(range(1, 2 * L, 2))
-    ks = sorted({k for k in (1, 2, 3, 5, 9, 17, gamma_max + 1) if k <= gamma_max + 1})
+    ks = sorted({k for k in (1, 5, 9, 17, gamma_max + 1) if k <= gamma_max + 1})
     skips = [frozenset(), attention, mlp, attention | mlp]
     runs = [("full", frozenset(), k) for k in ks[1:]] + [(way, skip, 1) for way in ("full", *model.table) for skip in skips]
     cache = KVCache(model.config, max(context_lengths) + gamma_max + 1, device=model.device, dtype=model.dtype)
@@ -129,12 +134,13 @@ def measure(model, *, context_lengths, gamma_max, progress=False):
     for n in context_lengths:
         cache.length = n
         samples = {run: [] for run in runs}
-        for repeat in range(REPEATS + 1):  # the runs take turns, so that a slow second hits all of them
+        warm_up = n == context_lengths[0]
+        for repeat in range(-warm_up, REPEATS):  # the runs take turns, so that a slow second hits all of them
             for run in runs:
                 seconds = timed(model.device, functools.partial(forward, *run))
-                if repeat > 0:  # the first round warms up
+                if repeat >= 0:
                     samples[run].append(seconds)
-            bar.update(repeat > 0)
+            bar.update(repeat >= 0)
         for (way, skip, k), seconds in samples.items():
             times[way][skip, k, n] = statistics.median(seconds)
     bar.close()
@@ -178,14 +184,14 @@ def _least_squares(rows, seconds):
 
 
 def latency_model(model, *, context, gamma_max, progress=False):
-    """The LatencyModel for contexts up to `context`: from the user's cache folder, or measured and kept there.
+    """The LatencyModel for contexts of about `context` tokens: from the user's cache folder, or measured and kept there.
 
+    Beyond `context` it goes on along its straight lines: pass what will be used, not what is allowed.
     It is kept under a name made of all that changes it: another model, device, dtype, thread count, library
     version or range of contexts never finds it.
     """
-    longest = min(max(512, 1 << (context - 1).bit_length()), model.config.max_position)
-    longest = max(longest - gamma_max - 1, 1)
-    lengths = sorted({min(64, longest), max(longest // 2, 1), longest})
+    room = max(model.config.max_position - gamma_max - 1, 1)
+    lengths = sorted({min(LENGTHS[0], room), min(max(LENGTHS[1], 1 << (context - 1).bit_length()), room)})
     folder = Path(__file__).parent
     code = [folder / "model.py", folder / "profile.py", *sorted(folder.glob("beyond/*.py"))]  # what is timed, and how
     key = {
@@ -199,7 +205,7 @@ def latency_model(model, *, context, gamma_max, progress=False):
     if (latency := _read(path, json.loads(text))) is None:
         latency = measure(model, context_lengths=lengths, gamma_max=gamma_max, progress=progress)
         with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run its time, not this one
-            _write(path, json.dumps({"key": key, "latency": asdict(latency)}))
+            write_text(path, json.dumps({"key": key, "latency": asdict(latency)}))
     return latency
 
 
@@ -228,15 +234,6 @@ def _seconds(values, count):
     if len(numbers) != count or not all(0 <= number < math.inf for number in numbers):
         raise ValueError(f"{values} is not {count} times")
     return numbers
-
-
-def _write(path, text):
-    """Beside the file, then renamed: another process sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as work:
-        beside = Path(work, path.name)
-        beside.write_text(text, "utf-8")
-        beside.replace(path)
 
 
 def device_name(device):
