@@ -18,7 +18,13 @@ import torch
 from decoding import Planner, generate, sampling_probs
 from knapspec import KnapSpec, agreement, integer_weights, knapsack
 from model import KVCache
-from tests.testing_models import latency_model, prefilled, random_model, random_tokens, tiny_config
+from tests.testing_models import (
+    latency_model,
+    prefilled,
+    random_model,
+    random_tokens,
+    tiny_config,
+)
 
 FIVE = tiny_config(n_layer=5, vocab_size=101)  # 10 items, of which the middle 6 can be skipped
 
