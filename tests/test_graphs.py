@@ -1,7 +1,6 @@
 """CUDA graphs: here with a stand-in for the capture that runs the captured function again; on a GPU with the real one."""
 
 import math
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 
 from beyond import graphs
 from beyond.graphs import SIZES, Buffers, use_graphs
-from beyond.shortcuts import add_window
-from decoding import generate
+from beyond.ways import add_ways
+from decoding import FixedPlanner, Plan, generate
 from knapspec import KnapSpec
 from model import Context, KVCache
 from tests.testing_models import (
@@ -84,12 +83,12 @@ def test_generations_are_the_same_with_graphs(stand_in, config):
     assert generate(model, prompt, max_new_tokens=40).token_ids == expected
     for seed in range(3):
         assert generate(model, prompt, max_new_tokens=40, planner=Restless(seed)).token_ids == expected
-    add_window(model)  # on the sublayers that replay graphs
-    latency = latency_model(config.n_layer, attention_s=(1e-3, 1e-4))
-    ways = (("window", latency_model(config.n_layer, attention_s=(1e-3, 0.0))),)
-    planner = KnapSpec(replace(latency, ways=ways), choices=("full", "window", "skip"), share=1.0)
-    generation = generate(model, prompt, max_new_tokens=40, planner=planner)
-    assert generation.token_ids == expected and generation.drafted > 0
+    add_ways(model, ["window"])  # on the sublayers that replay graphs
+    way = ("window",) * (2 * config.n_layer + 1)
+    knapspec = KnapSpec(latency_model(config.n_layer, attention_s=(1e-3, 0.0)), tau=-1.0, interval=4, threshold=0.0, window=2)
+    for planner in (FixedPlanner(Plan(frozenset({3}), 4, choices=way)), knapspec):
+        generation = generate(model, prompt, max_new_tokens=40, planner=planner)
+        assert generation.token_ids == expected and generation.drafted > 0
 
 
 def test_what_is_padded_does_not_matter(stand_in, monkeypatch):
