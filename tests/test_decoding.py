@@ -4,13 +4,13 @@ case                                                 tests
 rejection at each position; everything accepted      test_the_cache_after_every_round_is_that_of_a_fresh_prefill
 the draft skipped attention in some layers           the same; test_model.py: test_rolling_back_is_a_fresh_prefill
 end-of-text first, inside the drafts, as bonus       test_nothing_comes_behind_an_end_of_text, test_a_rejected_end_of_text_ends_nothing
-end-of-text ids as a list, or in two files           test_any_of_several_end_of_text_ids_ends_the_text; test_checkpoint.py
+end-of-text ids as a list, or in two files           test_any_of_several_end_of_text_ids_ends_the_text; test_tokenizer.py
 max_new_tokens 0, 1, inside a round                  test_exactly_as_many_tokens_as_asked_for
 prompt longer than the context, or with new tokens   test_the_context_is_never_passed
 empty prompt, with and without begin-of-text         test_mistakes_are_refused; test_cli.py
-a prompt that already begins with begin-of-text      test_checkpoint.py
-no chat template; a template that calls Python       test_checkpoint.py, test_cli.py
-characters that span tokens                          test_checkpoint.py, test_cli.py
+a prompt that already begins with begin-of-text      test_tokenizer.py
+no chat template; a template that calls Python       test_tokenizer.py, test_cli.py
+characters that span tokens                          test_tokenizer.py, test_cli.py
 temperature and top_p at their ends                  test_sampling.py; test_extreme_settings_give_the_greedy_text
 temperature and top-p in draft and target            test_sampling.py
 draft equal to target                                test_a_draft_equal_to_the_target_is_accepted_whole; test_sampling.py
@@ -32,7 +32,6 @@ from decoding import FixedPlanner, Plan, draft, generate
 from knapspec import KnapSpec
 from tests.testing_models import (
     Restless,
-    SimulatedMachine,
     latency_model,
     prefilled,
     random_model,
@@ -84,20 +83,45 @@ def test_greedy_text_is_the_plain_text(config, prompt_tokens):
     assert any(0 < r.accepted == r.drafted for r in rounds) and any(r.accepted < r.drafted for r in rounds)
 
 
-@pytest.mark.parametrize("stop", ["fixed", "confidence", "renewal"])
 @pytest.mark.parametrize("prompt_tokens", [1, 300])
-def test_greedy_text_is_the_plain_text_while_knapspec_plans_again_and_again(monkeypatch, stop, prompt_tokens):
+def test_greedy_text_is_the_plain_text_while_knapspec_plans_again_and_again(prompt_tokens):
     drafted = accepted = plans = 0
     for seed in range(3):
-        model = random_model(DEEP, seed=seed, faint=FAINT, epsilon=0.15)
-        machine = SimulatedMachine(model, latency_model(5), monkeypatch)
-        planner = KnapSpec(machine.latency, interval=3, share=1.0, stop=stop, threshold=0.3, gamma_max=12)
-        prompt = _prompt(prompt_tokens, seed)
-        generation = generate(machine, prompt, max_new_tokens=30, planner=planner)
+        model, prompt = random_model(DEEP, seed=seed, faint=FAINT, epsilon=0.15), _prompt(prompt_tokens, seed)
+        planner = KnapSpec(latency_model(5), interval=2, threshold=0.1, gamma_max=12)
+        generation = generate(model, prompt, max_new_tokens=30, planner=planner)
         assert generation.token_ids == generate(model, prompt, max_new_tokens=30).token_ids
         drafted, accepted = drafted + generation.drafted, accepted + generation.accepted
         plans += len(generation.plans)
-    assert 0 < accepted < drafted and plans > 4
+    assert 0 < accepted < drafted and plans > 6
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("prompt_tokens", [1, 17])
+def test_greedy_text_is_the_plain_text_when_drafts_are_given(prompt_tokens, share):
+    rounds = []
+    for seed, config in enumerate(CONFIGS.values()):
+        model, prompt = random_model(config, seed=seed), _prompt(prompt_tokens, seed)
+        plain = generate(model, prompt, max_new_tokens=30).token_ids
+        planner = Restless(seed, gives=share, text=prompt + plain)
+        generation = generate(model, prompt, max_new_tokens=30, planner=planner)
+        assert generation.token_ids == plain
+        given = [r for r in planner.rounds if r.plan.tokens]
+        assert generation.given == sum(r.drafted for r in given) and generation.given_accepted == sum(r.accepted for r in given)
+        assert generation.given == generation.drafted or share < 1
+        assert all(not r.confidences for r in given) and not any(plan.tokens for _, plan, _ in generation.plans)
+        rounds += given
+    assert {0 < r.accepted == r.drafted for r in rounds} == {0 < r.accepted < r.drafted for r in rounds} == {True, False}
+    assert any(r.accepted == 0 for r in rounds) and any(len(r.plan.tokens) > r.plan.gamma >= r.drafted for r in rounds)
+
+
+def test_no_model_runs_for_a_draft_that_is_given(monkeypatch):
+    model = random_model(DEEP)
+    cache, _ = prefilled(model, _prompt(6), room=5)
+    monkeypatch.setattr(model, "forward", lambda *arguments, **options: pytest.fail("a forward"))
+    drafts, probs, confidences = draft(model, cache, 1, Plan(gamma=2, tokens=(7, 5, 3)), None, 0.7, 0.9, None)
+    assert (drafts, confidences, cache.length) == ([7, 5], [], 6)
+    assert probs.nonzero().tolist() == [[0, 7], [1, 5]] and probs.sum(-1).tolist() == [1, 1]  # certain, as what was sampled from
 
 
 def test_skipping_nothing_or_everything_is_never_wrong():
@@ -248,7 +272,7 @@ def test_nothing_comes_behind_an_end_of_text(gamma):
         assert generation.token_ids == shown == plain[: position + 1] and generation.stop_reason == "eos"
         in_draft = position % (gamma + 1) > 0  # else it is the first token of all, or a bonus token
         assert generation.rounds == len(planner.rounds) == -(-position // (gamma + 1))
-        assert generation.accepted == position - generation.rounds + in_draft
+        assert generation.drafted == generation.accepted == position - generation.rounds + in_draft  # none is drafted behind the end
         if position > 0:
             assert planner.session.tokens == prompt + shown
             _check(planner.session)

@@ -3,11 +3,12 @@
 case                                            tests
 temperature and top-p in draft and target       test_speculative_text_has_exactly_the_plain_distribution, test_accept_passes_a_chi_square_test
 temperature 0, 1e-4, 1e-10; top_p 0, 1e-8, 1    test_small_temperatures_and_top_p_approach_greedy, test_probabilities_equal_a_plain_computation
-NaN or infinite logits                          test_logits_that_are_not_finite_raise
+NaN or infinite logits                          test_logits_that_are_not_finite_raise, test_a_draft_that_is_not_finite_ends_before_it
 """
 
 import functools
 import math
+import random
 import zlib
 from collections import defaultdict
 
@@ -81,25 +82,57 @@ def test_small_temperatures_and_top_p_approach_greedy(temperature, top_p):
         assert torch.equal(sampling_probs(logits, 2.0, top_p), greedy)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+class Broken:
+    """A model whose last logits are `value` where `where(cache, skip)` says so."""
+
+    def __init__(self, model, value, where):
+        self.model, self.value, self.where = model, value, where
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, tokens, cache, *, skip=frozenset(), **options):
+        logits = self.model(tokens, cache, skip=skip, **options)
+        if self.where(cache, skip):
+            logits[-1, :] = self.value
+        return logits
+
+
+NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("where", ["prompt", "draft", "target"])
+@pytest.mark.parametrize("where", ["prompt", "target"])
 def test_logits_that_are_not_finite_raise(value, temperature, where):
-    model = random_model()
-
-    class Broken:
-        def __getattr__(self, name):
-            return getattr(model, name)
-
-        def __call__(self, tokens, cache, *, skip=frozenset(), **options):
-            logits = model(tokens, cache, skip=skip, **options)
-            if where == ("prompt" if cache.length == 0 else "draft" if skip else "target"):
-                logits[-1, :] = value
-            return logits
-
+    broken = Broken(random_model(), value, lambda cache, skip: not skip and (cache.length == 0) == (where == "prompt"))
     planner = FixedPlanner(Plan(frozenset({1}), 3))
     with pytest.raises(FloatingPointError, match="not finite"):
-        generate(Broken(), [1, 2, 3], max_new_tokens=9, planner=planner, temperature=temperature, top_p=0.9)
+        generate(broken, [1, 2, 3], max_new_tokens=9, planner=planner, temperature=temperature, top_p=0.9)
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_draft_that_is_not_finite_ends_before_it(value, temperature, at):
+    """A draft may overflow where the target does not: that costs a draft, never the text."""
+    model, drafted = random_model(), []
+    broken = Broken(model, value, lambda cache, skip: bool(skip) and drafted.append(cache.length) is None and len(drafted) % (at + 1) == 0)
+
+    class Counting(FixedPlanner):
+        def plan(self, session):
+            drafted.clear()
+            return super().plan(session)
+
+        def observe(self, session, round):
+            assert round.drafted == min(at, session.max_new_tokens - len(session.generation.token_ids) - 1) == len(round.confidences)
+            assert all(map(math.isfinite, round.confidences))
+
+    options = {"max_new_tokens": 9, "temperature": temperature, "top_p": 0.9}
+    found = generate(broken, [1, 2, 3], planner=Counting(Plan(frozenset({1}), 3)), **options)
+    assert len(found.token_ids) == 9 and (found.drafted > 0) == (at > 0)
+    if temperature == 0:
+        assert found.token_ids == generate(model, [1, 2, 3], **options).token_ids
 
 
 def test_a_token_that_is_ruled_out_is_no_fault():
@@ -180,6 +213,24 @@ class SkipAll(Planner):
         return confidences[-1] >= self.threshold
 
 
+class Given(Planner):
+    """Gives drafts that depend on the text alone: random ids, or what the target says next at temperature 0, now and then spoilt."""
+
+    def __init__(self, model, seed, gamma):
+        self.model, self.seed, self.gamma = model, seed, gamma
+
+    def plan(self, session):
+        said, V = tuple(session.tokens), self.model.config.vocab_size
+        rng = random.Random(zlib.crc32(repr((self.seed, said)).encode()))
+        if rng.random() < 0.2:  # in between a draft that is not given
+            return Plan(frozenset({0, 1}), self.gamma)
+        tokens, greedy = [], rng.random() < 0.7
+        for _ in range(self.gamma + rng.randint(0, 2)):
+            likely = int(self.model.logits((*said, *tokens), False).argmax())
+            tokens.append(likely if greedy and rng.random() < 0.8 else rng.randrange(V))
+        return Plan(gamma=self.gamma, tokens=tuple(tokens))
+
+
 class Enough(Exception):
     """Three tokens have been shown."""
 
@@ -229,6 +280,18 @@ def test_every_draft_length_has_exactly_the_plain_distribution(monkeypatch, gamm
     found = explorer.distribution(lambda: _first_three(model, at_most=5, **options))
     assert found.keys() == wanted.keys()
     assert all(found[said] == pytest.approx(wanted[said], abs=1e-6) for said in wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (0.3, 0.9), (1.0, 1.0), (2.0, 0.5)])
+def test_text_from_given_drafts_has_exactly_the_plain_distribution(monkeypatch, seed, temperature, top_p):
+    """A guess is certain, its distribution one-hot: it stands with the target's own chance, whatever it was."""
+    explorer, model = Explorer(monkeypatch), TableModel()
+    options = {"temperature": temperature, "top_p": top_p}
+    wanted, planner = _exact_first_three(model, **options), Given(model, seed, gamma=1 + seed)
+    found = explorer.distribution(lambda: _first_three(model, planner=planner, **options))
+    for said in wanted.keys() | found.keys():
+        assert found.get(said, 0.0) == pytest.approx(wanted.get(said, 0.0), abs=1e-6), said
 
 
 def test_accept_passes_a_chi_square_test():
