@@ -10,6 +10,7 @@ drafts and verifies; what goes past the paper is in beyond/. Run this file to de
 """
 
 from dataclasses import dataclass
+from profile import latency_model
 
 import torch
 
@@ -135,10 +136,15 @@ def agreement(session, x, target_probs):
 # --- 5. The planner --------------------------------------------------------------------------------------------------
 
 
+def measured(session, gamma_max):
+    """The LatencyModel of the session's model, from disk or measured now, for the prompt's context and some new tokens."""
+    return latency_model(session.model, context=session.cache.length + min(session.remaining, 256), gamma_max=gamma_max)
+
+
 class KnapSpec(Planner):
     """The paper's planner: every `interval` rounds the knapsack on the last `window` tokens, and the grid over (S, γ).
 
-    latency: a profile.LatencyModel. gamma_max: the longest draft. tau: the least cosine of a branch. budget: the largest
+    latency: a profile.LatencyModel, by default measured before the first plan. gamma_max: the longest draft. tau: the least cosine of a branch. budget: the largest
     share of all weight that a draft may save. threshold: a draft ends behind a token of less confidence; 0 turns that
     off. max_ratio: a cap on the ratio of weights: it bounds the table, and with it the time of planning, but where
     attention costs more than that many MLPs the knapsack takes it for cheaper than it is. Source: KnapSpec, and where
@@ -146,13 +152,14 @@ class KnapSpec(Planner):
     prompt, where theirs drafts with nothing skipped until five rounds are verified.
     """
 
-    def __init__(self, latency, *, gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5, threshold=0.7, max_ratio=None):
+    def __init__(self, latency=None, *, gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5, threshold=0.7, max_ratio=None):
         self.latency, self.gamma_max, self.window, self.interval = latency, gamma_max, window, interval
         self.tau, self.budget, self.threshold, self.max_ratio = tau, budget, threshold, max_ratio
 
     def plan(self, session):
         """Due? Knapsack, α of its survivors, tokens per time of each with every γ: the best stands for `interval` rounds."""
         if session.generation.rounds % self.interval == 0:
+            self.latency = self.latency or measured(session, self.gamma_max)
             n, L = session.cache.length, session.model.config.n_layer
             attention_s, mlp_s = self.latency.attention(n), self.latency.mlp()
             states, target_probs = session.window(self.window)

@@ -26,6 +26,7 @@ from knapspec import (
     expected_tokens,
     integer_weights,
     knapsack,
+    measured,
     tokens_per_time,
 )
 
@@ -176,12 +177,12 @@ MARGIN = 1.03  # a draft must promise so much over plain decoding: predictions a
 class KnapSpecPlus(KnapSpec):
     """Chooses each round among the knapsack's drafts, the cheaper ways, the text itself and plain decoding.
 
-    latency: a profile.LatencyModel. ways: names of rows in the model's table in which drafts may be kept. without: names
+    latency: a profile.LatencyModel, by default measured before the first plan. ways: names of rows in the model's table in which drafts may be kept. without: names
     of PARTS to leave out. window, tau and budget are KnapSpec's; every `interval` rounds it looks whether to solve the
     knapsack again. No plan depends on the clock when sampling: the same seed and profile give the same text.
     """
 
-    def __init__(self, latency, *, ways=(), gamma_max=16, interval=32, without=(), **options):
+    def __init__(self, latency=None, *, ways=(), gamma_max=16, interval=32, without=(), **options):
         super().__init__(latency, gamma_max=gamma_max, interval=interval, **options)
         self.parts = frozenset(PARTS) - set(without)
         self.ways = ("full", *ways) if "ways" in self.parts else ("full",)
@@ -190,6 +191,7 @@ class KnapSpecPlus(KnapSpec):
     def plan(self, session):
         rounds, n = session.generation.rounds, session.cache.length
         if rounds == 0:  # another text: prices stay, what was seen of drafts does not
+            self.latency = self.latency or measured(session, self.gamma_max)
             self.prices = self.prices or Prices(self.latency, session.model.config.n_layer, "prices" in self.parts)
             self.unskipped = {way: Candidate(way) for way in self.ways}
             self.candidates = [self.unskipped[way] for way in self.ways[1:]]
