@@ -1,17 +1,23 @@
 """Properties over random configurations, prompts, skip sets, draft lengths, temperatures and cut-off points.
 
-`HYPOTHESIS_PROFILE=long pytest test_properties.py -k plain_text --hypothesis-seed=0` fuzzes 2,000 generations.
+`HYPOTHESIS_PROFILE=long pytest tests/test_properties.py -k plain_text --hypothesis-seed=0` fuzzes 2,000 generations for each
+kind of planner.
 """
 
 import copy
 import itertools
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from beyond.adaptive import PARTS, KnapSpecPlus
+from beyond.certificate import certified
+from beyond.ways import add_ways
 from decoding import FixedPlanner, Plan, generate, sampling_probs
-from knapspec import KnapSpec, certified, knapsack
+from knapspec import KnapSpec, agreement, knapsack
 from model import KVCache
 from tests.testing_models import (
     Restless,
@@ -25,7 +31,7 @@ from tests.testing_models import (
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 given, st = hypothesis.given, hypothesis.strategies
 
-for _name, _options in {"short": {"max_examples": 30, "derandomize": True}, "long": {"max_examples": 2000}}.items():
+for _name, _options in {"short": {"max_examples": 20, "derandomize": True}, "long": {"max_examples": 2000}}.items():
     hypothesis.settings.register_profile(_name, deadline=None, database=None, **_options)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
@@ -63,45 +69,72 @@ def prompts(draw, config, most=60):
     return draw(st.lists(st.integers(0, config.vocab_size - 1), min_size=1, max_size=min(most, config.max_position - 1)))
 
 
+WAYS = "half", "int8", "window"
+KINDS = "restless", "fixed", "knapspec", "knapspec+"
+
+
+def priced(config):
+    """A machine on which drafts look cheap, and those in a cheaper way cheaper still."""
+    usual = {"per_token": 0.01, "attention_s": (1e-3, 1e-5)}
+    ways = {"half": {"mlp_s": 7e-4}, "int8": {"mlp_s": 4e-4}, "window": {"mlp_s": 4e-4, "attention_s": (6e-4, 0.0)}}
+    L = config.n_layer
+    return replace(latency_model(L, **usual), ways=tuple((name, latency_model(L, **usual | way)) for name, way in ways.items()))
+
+
 @st.composite
-def planners(draw, config):
-    """A planner that drafts: the same plan always, another one each round, or KnapSpec's where drafts look cheap."""
-    L, seed = config.n_layer, draw(st.integers(0, 10**6))
-    kind = draw(st.sampled_from(["restless", "fixed", "knapspec"] if L > 2 else ["restless", "fixed"]))
+def planners(draw, kind, model, text):
+    """A planner that drafts: the same plan always, another one each round, or one of ours where drafts look cheap.
+
+    text: ids of which the part behind the text so far may be given as a draft.
+    """
+    L, seed, gamma_max = model.config.n_layer, draw(st.integers(0, 10**6), "seed"), draw(st.sampled_from([4, 1, 2, 12]))
     if kind == "fixed":
         skip_set = draw(st.frozensets(st.integers(0, 2 * L - 1), max_size=draw(st.sampled_from([2, 1, 2 * L]))))
-        return FixedPlanner(Plan(skip_set, draw(st.sampled_from([4, 1, 2, 12, 0]))))
+        way = draw(st.sampled_from(["full", *model.table]))
+        return FixedPlanner(Plan(skip_set, draw(st.sampled_from([4, 1, 2, 12, 0])), choices=None if way == "full" else (way,) * (2 * L + 1)))
     if kind == "restless":
-        return Restless(seed, gamma_max=draw(st.sampled_from([4, 1, 2, 12])), window=draw(st.sampled_from([0, 1, 5])))
+        gives = draw(st.sampled_from([0.0, 0.4, 1.0]))
+        return Restless(seed, gamma_max=gamma_max, window=draw(st.sampled_from([0, 1, 5])), gives=gives, text=text)
     options = {
-        "stop": draw(st.sampled_from(["fixed", "confidence", "renewal"])),
         "window": draw(st.integers(1, 9)),
         "interval": draw(st.integers(1, 6)),
         "tau": draw(st.sampled_from([-1.0, 0.5])),
         "budget": draw(st.sampled_from([0.3, 0.9])),
-        "gamma_max": draw(st.sampled_from([4, 1, 2, 12])),
-        "max_branches": draw(st.sampled_from([None, 1, 8])),
-        "layers": draw(st.booleans()),
+        "gamma_max": gamma_max,
+        "threshold": draw(st.sampled_from([0.0, 0.1, 0.7])),
+        "max_ratio": draw(st.sampled_from([None, 5])),
     }
-    return KnapSpec(latency_model(L, per_token=0.01), share=10.0, **options)
+    if kind == "knapspec":
+        return KnapSpec(priced(model.config), **options)
+    without = draw(st.sampled_from([(), ("lookup",), ("thrift", "lookup"), *((part,) for part in PARTS), PARTS]))
+    return KnapSpecPlus(priced(model.config), ways=[*model.table], without=without, **options)
 
 
-@given(st.data())
-def test_every_planner_leads_to_the_plain_text(data):
-    model = data.draw(models(), "model")
-    prompt, planner = data.draw(prompts(model.config), "prompt"), data.draw(planners(model.config), "planner")
+def with_ways(data, model):
+    """The model, with cheaper ways to compute in its table now and then."""
+    add_ways(model, data.draw(st.sampled_from([(), WAYS, ("half",), ("int8", "window")]), "ways"))
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_every_planner_leads_to_the_plain_text(kind, data):
+    model = with_ways(data, data.draw(models(), "model"))
+    prompt = data.draw(prompts(model.config), "prompt")
     count = data.draw(st.sampled_from([40, 60, 20, 10, 3, 2, 1, 0]), "max_new_tokens")
-    ends = [generate(model, prompt, max_new_tokens=1).token_ids[0], data.draw(st.integers(0, model.config.vocab_size - 1), "end")]
-    eos_ids = data.draw(st.sampled_from([frozenset(), frozenset(ends[1:]), frozenset(), frozenset(ends[1:]), frozenset(ends)]), "eos_ids")
+    text = generate(model, prompt, max_new_tokens=count).token_ids
+    planner = data.draw(planners(kind, model, prompt + text), "planner")
+    ends = [*text[:1], data.draw(st.integers(0, model.config.vocab_size - 1), "end")]
+    eos_ids = data.draw(st.sampled_from([frozenset(), frozenset(ends[-1:]), frozenset(), frozenset(ends[-1:]), frozenset(ends)]), "eos_ids")
     plain = generate(model, prompt, max_new_tokens=count, eos_ids=eos_ids)
     shown = []
     with pytest.MonkeyPatch.context() as patch:  # on a clock of its own: the planner decides alike each time
-        machine = SimulatedMachine(model, latency_model(model.config.n_layer, per_token=0.01), patch)
+        machine = SimulatedMachine(model, priced(model.config), patch)
         found = generate(machine, prompt, max_new_tokens=count, eos_ids=eos_ids, planner=planner, on_token=shown.append)
     assert found.token_ids == shown == plain.token_ids and found.stop_reason == plain.stop_reason
     assert len(shown) <= min(count, model.config.max_position - len(prompt))
     assert not eos_ids & set(shown[:-1])
-    assert 0 <= found.accepted <= found.drafted
+    assert 0 <= found.accepted <= found.drafted and 0 <= found.given_accepted <= found.given <= found.drafted
     if shown:
         corrections = found.rounds - (shown[-1] in eos_ids)  # a round that ends with a drafted end-of-text has none
         assert corrections <= len(shown) - 1 - found.accepted <= found.rounds
@@ -109,10 +142,12 @@ def test_every_planner_leads_to_the_plain_text(data):
     hypothesis.event(f"accepted: {accepted}")
 
 
-@given(st.data())
-def test_sampled_text_is_what_the_target_can_say(data):
-    model = data.draw(models(), "model")
-    prompt, planner = data.draw(prompts(model.config, 20), "prompt"), data.draw(planners(model.config), "planner")
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_sampled_text_is_what_the_target_can_say(kind, data):
+    model = with_ways(data, data.draw(models(), "model"))
+    prompt = data.draw(prompts(model.config, 20), "prompt")
+    planner = data.draw(planners(kind, model, prompt + generate(model, prompt, max_new_tokens=12).token_ids), "planner")
     temperature = data.draw(st.sampled_from([1e-10, 1e-3, 0.3, 1.0, 3.0]), "temperature")
     top_p, seed = data.draw(st.sampled_from([0.0, 1e-8, 0.3, 0.9, 1.0]), "top_p"), data.draw(st.integers(0, 2**40), "seed")
     options = {"max_new_tokens": 12, "temperature": temperature, "top_p": top_p}
@@ -143,18 +178,25 @@ def test_any_chunking_is_as_one_forward(data):
 def test_every_survivor_of_the_knapsack_is_what_it_says(data):
     model = data.draw(models(), "model")
     L, prompt = model.config.n_layer, data.draw(prompts(model.config), "prompt")
-    costs = data.draw(st.lists(st.sampled_from([0.0, 1e-15, 1e-4, 3e-4, 1e-3, 0.2]), min_size=2 * L, max_size=2 * L), "costs")
-    budget, tau = data.draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])), data.draw(st.sampled_from([-1.0, 0.5, 0.99]))
+    weights = data.draw(st.lists(st.sampled_from([1, 1, 2, 3, 200]), min_size=2 * L, max_size=2 * L), "weights")
+    budget = int(data.draw(st.sampled_from([0.0, 0.2, 0.5, 1.0]), "budget") * sum(weights))
+    tau = data.draw(st.sampled_from([-1.0, 0.5, 0.99]), "tau")
     states = []
-    cache, _ = prefilled(model, prompt, capture=states, last=data.draw(st.integers(1, 9), "window"))
-    found, again = (knapsack(model, cache, states, costs, budget=budget, tau=tau) for _ in range(2))
-    assert [(a, b, c) for a, b, c, _ in found] == [(a, b, c) for a, b, c, _ in again]
-    for skip_set, names, saved_s, x in found:
-        assert skip_set <= set(range(2, 2 * L - 2)) and not names
-        assert saved_s == pytest.approx(sum(costs[b] for b in skip_set)) and saved_s <= budget * sum(costs) + 1e-12
-        assert x.isfinite().all() and torch.cosine_similarity(x, states[-1], dim=-1).mean() >= tau - 1e-5
-        if not skip_set:
-            torch.testing.assert_close(x, states[-1], rtol=1e-3, atol=1e-4)
+    cache, logits = prefilled(model, prompt, capture=states, last=data.draw(st.integers(1, 9), "window"))
+    (found, x), (again, _) = (knapsack(model.sublayers, weights, states, cache, budget=budget, tau=tau) for _ in range(2))
+    assert found == again and [branch.weight for branch in found] == sorted({branch.weight for branch in found})
+    for branch, x_branch in zip(found, x):
+        assert branch.skip_set <= set(range(2, 2 * L - 2))
+        assert branch.weight == sum(weights[b] for b in branch.skip_set) <= budget
+        assert branch.cosine >= tau and x_branch.isfinite().all()
+        assert torch.cosine_similarity(x_branch, states[-1], dim=-1).mean().item() == pytest.approx(branch.cosine, abs=1e-5)
+        if not branch.skip_set:
+            torch.testing.assert_close(x_branch, states[-1], rtol=1e-3, atol=1e-4)
+    temperature, top_p = data.draw(st.sampled_from([0.0, 0.7]), "temperature"), data.draw(st.sampled_from([0.5, 1.0]), "top_p")
+    session = SimpleNamespace(model=model, temperature=temperature, top_p=top_p)
+    target_probs = sampling_probs(logits[-len(states[0]) :], temperature, top_p)
+    for alpha in agreement(session, x, target_probs) if found else []:
+        assert -1e-6 <= alpha <= 1 + 1e-5
 
 
 @given(st.data())
