@@ -166,7 +166,7 @@ def test_whole_plans_are_the_papers(name, temperature, top_p):
     (faint, epsilon), prices, options, prompt_tokens, drafts = CASES[name]
     model = random_model(FIVE, seed=1, faint=faint, epsilon=epsilon)
     planner = Watched(latency_model(5, **prices), **{"interval": 3, "gamma_max": 4, "threshold": 0.1} | options)
-    generation = generate(model, random_tokens(prompt_tokens, FIVE, seed=2).tolist(), max_new_tokens=20, planner=planner,
+    generation = generate(model, random_tokens(prompt_tokens, FIVE, seed=2).tolist(), max_new_tokens=16, planner=planner,
                           temperature=temperature, top_p=top_p)  # fmt: skip
     assert len(planner.wanted) == 1 + (generation.rounds - 1) // planner.interval
     assert (generation.drafted > 0) == drafts == any(gamma for _, gamma, *_ in planner.wanted)

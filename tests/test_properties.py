@@ -31,7 +31,7 @@ from tests.testing_models import (
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 given, st = hypothesis.given, hypothesis.strategies
 
-for _name, _options in {"short": {"max_examples": 20, "derandomize": True}, "long": {"max_examples": 2000}}.items():
+for _name, _options in {"short": {"max_examples": 15, "derandomize": True}, "long": {"max_examples": 2000}}.items():
     hypothesis.settings.register_profile(_name, deadline=None, database=None, **_options)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 

@@ -298,7 +298,7 @@ def test_accept_passes_a_chi_square_test():
     rng = torch.Generator().manual_seed(0)
     target_probs = sampling_probs(torch.randn(3, 5, generator=rng) * 1.5, 1.0, 0.95)
     draft_probs = sampling_probs(torch.randn(2, 5, generator=rng) * 1.5, 1.0, 0.95)
-    counts, draws = torch.zeros(5), 20_000
+    counts, draws = torch.zeros(5), 10_000
     for _ in range(draws):
         drafts = [int(sample(probs, rng)) for probs in draft_probs]
         accepted, token = accept(target_probs, drafts, draft_probs, rng)
