@@ -1,5 +1,42 @@
+"""`python -m benchmark COMMAND`: a command is a file with add_options(add), and run(arguments), which returns its table."""
+
 import sys
+from importlib import import_module
 
-from benchmark.commands import main
+from cli.options import Parser
+from cli.report import say
 
-sys.exit(main())
+COMMANDS = {  # name -> (file, what it does)
+    "speed": ("speed", "all numbers to reach, wanted and measured"),
+    "compare": ("compare", "knapspec+, knapspec, its rivals and plain decoding on the same prompts"),
+    "parts": ("parts", "what each part of the adaptive planner brings: left out in turn, and added one by one"),
+    "documents": ("documents", "long documents, summarised or asked about"),
+    "tpt": ("predictions", "predicted against measured speed of many drafts"),
+    "context": ("context", "latencies, what is skipped and speed-up as contexts grow"),
+    "sweep": ("sweep", "find the best fixed plan, skip set and gamma, by trying many"),
+    "plant": ("planted", "double a model's layers with sublayers that hardly matter"),
+}
+
+
+def main(argv=None):
+    """Runs one command, prints what it returns, and returns the exit status; argv None is that of the process."""
+    try:
+        parser = Parser(prog="python -m benchmark", allow_abbrev=False, description="Measure KnapSpec, and make models to measure it on.")
+        commands = parser.add_subparsers(metavar="COMMAND", required=True)
+        for name, (file, what) in COMMANDS.items():
+            module, command = import_module(f"benchmark.{file}"), commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+            module.add_options(command.add_argument)
+            command.set_defaults(run=module.run)
+        arguments = parser.parse_args(argv)
+        print(arguments.run(arguments))
+        return 0
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except (ValueError, OSError) as error:
+        say(f"benchmark: {' '.join(str(error).split())}")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Checkpoints whose redundancy is known: a real model with twice the layers, half of whose sublayers hardly matter."""
+"""`plant`: checkpoints whose redundancy is known, a real model with twice the layers, half of whose sublayers hardly matter."""
 
 import json
 import math
@@ -17,7 +17,8 @@ from loading.weights import DTYPES, find_tensors, read_tensors
 from model import Transformer
 
 # Which of the four sublayers that a real layer becomes (attention, MLP, attention, MLP) hardly matter.
-PLANTED = {"split": (1, 2), "blocks": (2, 3)}
+PLANTED = {"split": (1, 2), "blocks": (2, 3), "soft": (1, 2)}
+SOFTEST = 0.5  # ε of the last redundant sublayer of "soft", where skipping more and more costs acceptance as in real models
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "generation_config.json", "LICENSE",
@@ -27,10 +28,17 @@ _COPIED = (
 def planted_items(kind, n_layer):
     """The redundant items of a planted model of n_layer layers: the truth by which to judge what a method skips.
 
-    kind: "split" or "blocks". Skipping just these gives the model from which it was made. Returns a frozenset.
+    kind: one of PLANTED. Skipping just these gives the model from which it was made. Returns a frozenset.
     """
     assert n_layer % 2 == 0, f"a planted model has an even number of layers, not {n_layer}"
     return frozenset(4 * i + item for i in range(n_layer // 2) for item in PLANTED[kind])
+
+
+def epsilons(kind, n_layer, epsilon):
+    """{redundant item: the weight of what it adds}: all alike, but of "soft" they rise evenly from epsilon to SOFTEST."""
+    items = sorted(planted_items(kind, n_layer))
+    last = SOFTEST if kind == "soft" else epsilon
+    return {item: epsilon + (last - epsilon) * i / (len(items) - 1) for i, item in enumerate(items)}
 
 
 def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
@@ -38,8 +46,8 @@ def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
 
     Both layers of a pair hold the real layer's weights, but those in `planted_items(kind, ...)` add only epsilon
     times what they would add. "split": the real attention with an epsilon MLP, then an epsilon attention with the
-    real MLP, so that no whole layer can be skipped. "blocks": the real layer, then a whole epsilon layer. model: a
-    folder, a Hub id, or None for the default model. The result is an ordinary Hugging Face folder in the model's
+    real MLP, so that no whole layer can be skipped. "blocks": the real layer, then a whole epsilon layer. "soft": as
+    "split", but epsilon rises over the layers, so that each further skip costs more. model: a folder, a Hub id, or None for the default model. The result is an ordinary Hugging Face folder in the model's
     own dtypes. Raises ValueError if out exists and is not empty, and on what loading/ does not load.
     """
     out = Path(out)
@@ -58,12 +66,12 @@ def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".unfinished-", ignore_cleanup_errors=True) as work:
         made = Path(work, "model")
         made.mkdir()
-        _write_planted(made / "model.safetensors", entries, planted_items(kind, 2 * config.n_layer), epsilon, progress)
+        _write_planted(made / "model.safetensors", entries, epsilons(kind, 2 * config.n_layer, epsilon), progress)
         source = Path(model).resolve().name if Path(model).is_dir() else model  # no path of this machine
-        origin = {"kind": kind, "epsilon": epsilon, "source": source}
+        origin = {"kind": kind, "epsilon": f"{epsilon} to {SOFTEST}" if kind == "soft" else epsilon, "source": source}
         (made / "config.json").write_text(json.dumps(_planted_config(raw) | {"knapspec_planted": origin}, indent=2), "utf-8")
         for file in _COPIED:
-            if (path := fetch(file, required=False)) is not None:
+            if path := fetch(file, required=False):
                 shutil.copyfile(path, made / file)
         if out.exists():
             out.rmdir()  # empty; not every system renames onto a folder
@@ -80,10 +88,10 @@ def _planted_config(raw):
     return planted
 
 
-def _write_planted(path, entries, redundant, epsilon, progress):
+def _write_planted(path, entries, factors, progress):
     """Writes the tensors of a planted model as one safetensors file, holding one of them at a time.
 
-    entries: what find_tensors returns for the source. redundant: items whose output is scaled.
+    entries: what find_tensors returns for the source. factors: by which the output of redundant items is scaled.
     """
     recipe = {}  # name -> (entry, factor)
     for name, entry in entries.items():
@@ -93,7 +101,7 @@ def _write_planted(path, entries, redundant, epsilon, progress):
         for layer in (2 * int(match[1]), 2 * int(match[1]) + 1):
             writes = re.match(r"self_attn\.o_proj|mlp\.down_proj", match[2])  # what a sublayer adds comes from there, bias and all
             item = 2 * layer + match[2].startswith("mlp")
-            recipe[f"model.layers.{layer}.{match[2]}"] = entry, epsilon if writes and item in redundant else 1
+            recipe[f"model.layers.{layer}.{match[2]}"] = entry, factors.get(item, 1) if writes else 1
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, ((_, kind, shape, _), _) in recipe.items():
         start, end = end, end + math.prod(shape) * DTYPES[kind].itemsize
@@ -107,3 +115,16 @@ def _write_planted(path, entries, redundant, epsilon, progress):
             if factor != 1:
                 tensor.mul_(factor)
             file.write(tensor.view(torch.uint8).numpy())
+
+
+def add_options(add):
+    add("--kind", choices=sorted(PLANTED), required=True,
+        help="split: sublayers are redundant; blocks: whole layers are; soft: sublayers, the later the less")  # fmt: skip
+    add("--out", required=True, metavar="FOLDER", help="where to write the planted model")
+    add("--model", metavar="NAME", help="the real model, a folder or Hugging Face Hub id (default: SmolLM2-135M-Instruct)")
+    add("--epsilon", type=float, default=0.02, help="weight of the redundant sublayers (default: %(default)s)")
+
+
+def run(arguments):
+    plant(arguments.out, kind=arguments.kind, model=arguments.model, epsilon=arguments.epsilon)
+    return f"{arguments.out} holds the planted model: python knapspec.py --model {arguments.out} …"

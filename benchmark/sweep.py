@@ -1,45 +1,48 @@
-"""The best fixed plan of a model, found by trying many: what a planner that must decide on the spot is held against."""
-
-import functools
-import math
-import statistics
+"""`sweep`: the best fixed plan of a model, found by trying many, which a planner that decides on the spot is held against."""
 
 from tqdm import tqdm
 
-from benchmark.comparison import decode, paired, table
-from benchmark.evidence import probe
+from benchmark import commands
+from benchmark.methods import latency_for, longest
 from benchmark.planted import planted_items
+from benchmark.results import heading, table
+from benchmark.runs import beside_plain, decode, fresh, geometric_mean, probe
+from benchmark.texts import encoded
+from beyond.ways import WAYS, add_ways
 from decoding import FixedPlanner, Plan, Planner, generate
-from knapspec import knapsack
+from knapspec import integer_weights, knapsack
 
-GAMMAS = (1, 2, 3, 4, 6, 8)
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sublayers' time, saved in a draft
+GAMMAS = (1, 2, 3, 4, 6, 8, 12, 16)
+SAVINGS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sublayers' time in a draft
 
 
-def contenders(model, prompt_ids, latency, *, kind=None, window=16, new_tokens=64):
+def contenders(model, prompt_ids, latency, *, kind=None, ways=("full",), window=16, new_tokens=64):
     """Plans to try: every γ with skip sets of the knapsack in the middle of a text, and with the planted truth.
 
-    prompt_ids: a list of ids; its plain continuation by new_tokens is the text. kind: that of a planted model. Where
-    the model's table holds int8 (shortcuts.py), there are also plans that keep everything in it. Returns a list of Plan.
+    prompt_ids: a list of ids; its plain continuation by new_tokens is the text. kind: that of a planted model. ways: in
+    which all that is not skipped is kept, each by itself. Returns a list of Plan.
     """
     L = model.config.n_layer
     text = prompt_ids + generate(model, prompt_ids, max_new_tokens=new_tokens).token_ids
-    truth = {b for b in planted_items(kind, L) if 2 <= b < 2 * L - 2} if kind else ()  # not the first and the last layer
+    truth = sorted(planted_items(kind, L) - {0, 1, 2 * L - 2, 2 * L - 1}) if kind else []  # not the first and the last layer
 
     def look(session):
-        states, _ = session.window(window)
-        found = {}  # (skip set, how the rest is kept): a dict, since that has an order
-        for way in ("full", "int8") if "int8" in model.table else ("full",):
-            costs = [latency.sublayer(item, session.cache.length, way) for item in range(2 * L)]
-            ways = [[(way, cost, model.way(item, way))] for item, cost in enumerate(costs)]
-            drafts = knapsack(model, session.cache, states, costs, budget=max(SHARES), ways=ways)
-            within = [[(saved_s, skip_set) for skip_set, _, saved_s, _ in drafts if saved_s <= share * sum(costs)] for share in SHARES]
-            skip_sets = [max(some, key=lambda pair: pair[0])[1] for some in within if some]
-            choices = None if way == "full" else (way,) * (2 * L + 1)
-            found |= dict.fromkeys((s, choices) for s in [*skip_sets, frozenset(truth), frozenset()] if s or choices)
+        (states, _), n, found = session.window(window), session.cache.length, {}  # (skip set, way): a dict, since that has an order
+        for way in ways:
+            weights = integer_weights(latency.sublayer(0, n, way), latency.sublayer(1, n, way), L)
+            limits = [int(saving * sum(weights)) for saving in SAVINGS]
+            sublayers = [model.way(item, way) for item in range(2 * L)]
+            branches, _ = knapsack(sublayers, weights, states, session.cache, budget=limits[-1])
+            within = [[branch for branch in branches if branch.weight <= limit] for limit in limits]
+            skip_sets = [max(some, key=lambda branch: branch.weight).skip_set for some in within if some]
+            # What hardly matters comes first in the truth; but for "soft" all of it is alike, and only the whole worth trying.
+            fits = [sum(weights[item] for item in truth[:i]) for i in range(1, len(truth) + 1)]
+            planted = [truth[: sum(weight <= limit for weight in fits)] for limit in limits] if kind == "soft" else [truth]
+            found |= dict.fromkeys((s, way) for s in map(frozenset, [*skip_sets, *planted, ()]) if s or way != "full")
         return found
 
-    return [Plan(s, gamma, choices=choices) for s, choices in probe(model, text, look, window=window) for gamma in GAMMAS]
+    every = probe(model, text, look, window=window)
+    return [Plan(s, gamma, choices=None if way == "full" else (way,) * (2 * L + 1)) for s, way in every for gamma in GAMMAS]
 
 
 def sweep(model, prompts, plans, *, max_new_tokens=32, progress=True):
@@ -49,23 +52,22 @@ def sweep(model, prompts, plans, *, max_new_tokens=32, progress=True):
     twice as many prompts as the one before, and the best third of its plans go on. The last one, of up to three plans,
     takes all prompts, in both orders. Speed-up: over plain decoding, the geometric mean over prompts.
     """
-    run = functools.partial(decode, model, max_new_tokens=max_new_tokens)
-    run(prompts[0], planner=Planner())  # the first forwards are slow
+    options = {"max_new_tokens": max_new_tokens}
+    decode(model, prompts[0], Planner(), **options)  # the first forwards are slow
     rounds, count = [], 1
     while True:
         last = len(plans) <= 3
         chosen = prompts if last else prompts[:count]
+        methods = {i: fresh(model, FixedPlanner(plan), options) for i, plan in enumerate(plans)}
+        found = {i: [] for i in methods}
         bar = tqdm(total=len(chosen) * len(plans) * (1 + last), desc=f"{len(plans)} plans", unit="run", leave=False,
                    disable=None if progress else True)  # fmt: skip
-        logs = [[] for _ in plans]
         for prompt_ids in chosen:
-            others = {i: functools.partial(run, prompt_ids, FixedPlanner(plan)) for i, plan in enumerate(plans)}
-            for result in paired(functools.partial(run, prompt_ids, Planner()), others, repeats=1 + last):
-                logs[result["method"]].append(math.log(result["speedup"]))
+            for run in beside_plain(model, prompt_ids, methods, options=options, repeats=1 + last):
+                found[run["method"]].append(run["speedup"])
                 bar.update()
         bar.close()
-        ranked = sorted(((math.exp(statistics.mean(values)), i) for i, values in enumerate(logs)), key=lambda pair: -pair[0])
-        rounds.append([(plans[i], speedup) for speedup, i in ranked])
+        rounds.append(sorted(((plans[i], geometric_mean(values)) for i, values in found.items()), key=lambda pair: -pair[1]))
         if last:
             return rounds
         plans, count = [plan for plan, _ in rounds[-1][: max(len(plans) // 3, 1)]], 2 * count
@@ -76,11 +78,32 @@ def told(plan, speedup):
     return {"skip_set": sorted(plan.skip_set), "gamma": plan.gamma, "choices": plan.choices, "speedup": speedup}
 
 
-def sweep_table(rounds, n_layer, truth=None):
-    """The last round as Markdown. truth: a planted model's redundant items; of those a plan's column tells the share."""
+def sweep_table(best, n_layer, truth=frozenset()):
+    """The plans of the last round, told(), as Markdown. truth: a planted model's redundant items; a column tells how many are skipped."""
     rows = []
-    for plan, speedup in rounds[-1]:
-        skipped = f"{len(plan.skip_set)} of {2 * n_layer}"
-        hits = f"{len(plan.skip_set & truth)} of {len(truth)}" if truth else None
-        rows.append([plan.choices[0] if plan.choices else "full", skipped, hits, plan.gamma, f"{speedup:.2f}×"])
-    return "\n".join(table(["the rest is kept as", "skipped", "planted ones among them", "gamma", "over plain decoding"], rows))
+    for plan in best:
+        hits = f"{len(truth.intersection(plan['skip_set']))} of {len(truth)}" if truth else None
+        kept = plan["choices"][0] if plan["choices"] else "full"
+        rows.append([kept, f"{len(plan['skip_set'])} of {2 * n_layer}", hits, plan["gamma"], f"{plan['speedup']:.2f}×"])
+    return table(["the rest is kept as", "skipped", "planted ones among them", "gamma", "over plain decoding"], rows)
+
+
+def add_options(add):
+    commands.add_model(add)
+    commands.add_amount(add, new_tokens=32, limit=4)
+
+
+def run(arguments):
+    model, tokenizer, prompts = commands.prepare(arguments)
+    prompts, L = encoded(prompts, tokenizer, model.config), model.config.n_layer
+    results = commands.results_of(arguments, model=model, prompts=prompts)
+    kind = (results.data["settings"]["planted"] or {}).get("kind")
+
+    def rounds():
+        ids, ways = [ids for _, ids in prompts], ["full", *(way for way in add_ways(model, progress=True) if WAYS[way].whole)]
+        plans = contenders(model, ids[0], latency_for(model, longest(prompts, arguments.max_new_tokens)), kind=kind, ways=ways)
+        return [[told(*pair) for pair in pairs] for pairs in sweep(model, ids, plans, max_new_tokens=arguments.max_new_tokens)]
+
+    best = results.once("rounds", rounds)[-1]
+    lines = sweep_table(best, L, planted_items(kind, L) if kind else frozenset())
+    return "\n".join([*heading("sweep", results.data, [len(ids) for _, ids in prompts]), *lines])

@@ -1,0 +1,170 @@
+"""Runs: one decode and what it tells, methods that take turns with plain decoding, and what many runs say together."""
+
+import copy
+import functools
+import math
+import statistics
+from collections import Counter
+
+import torch
+from tqdm import tqdm
+
+from cli.report import rate
+from cli.running import difference
+from decoding import Plan, Planner, generate
+
+# --- One run ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder(Planner):
+    """Leaves every decision to another planner, and keeps the rounds."""
+
+    def __init__(self, planner):
+        self.planner, self.window, self.rounds = planner, planner.window, []
+
+    def plan(self, session):
+        return self.planner.plan(session)
+
+    def keep_drafting(self, session, plan, confidences):
+        return self.planner.keep_drafting(session, plan, confidences)
+
+    def observe(self, session, round):
+        self.rounds.append(round)
+        self.planner.observe(session, round)
+
+
+def decode(model, prompt_ids, planner, *, seed=0, **options):
+    """generate() with its options -> the run: new token ids, tokens per second, seconds, counts.
+
+    tried: drafted tokens up to and including the first that was rejected, so that accepted / tried is the chance that
+    one is accepted; expected: how many of them the plans' α promised. used: {"attention" or "mlp": {"skip", or how it
+    was kept: sublayers, summed over the tokens that a model drafted}}. search_s: a part of the seconds for planning.
+    """
+    recorder, searched_s = Recorder(planner), getattr(planner, "search_s", 0.0)
+    generation = generate(model, prompt_ids, planner=recorder, rng=torch.Generator().manual_seed(seed), **options)
+    run = {name: getattr(generation, name) for name in ("token_ids", "seconds", "rounds", "drafted", "accepted", "given", "given_accepted")}
+    run |= {"new_tokens": len(generation.token_ids), "tokens_per_second": rate(generation)}
+    tried = [min(r.accepted + 1, r.drafted) for r in recorder.rounds]
+    run |= {"tried": sum(tried), "expected": sum(r.plan.alpha * count for r, count in zip(recorder.rounds, tried))}
+    run["used"] = {"attention": Counter(), "mlp": Counter()}
+    for r in recorder.rounds:
+        for item in range(2 * model.config.n_layer if r.drafted and not r.plan.tokens else 0):
+            way = "skip" if item in r.plan.skip_set else r.plan.choices[item] if r.plan.choices else "full"
+            run["used"]["mlp" if item % 2 else "attention"][way] += r.drafted
+    return run | {"search_s": getattr(planner, "search_s", 0.0) - searched_s}
+
+
+def fresh(model, planner, options):
+    """A method: prompt ids -> a run, by a new copy of the planner each time, as a command has one."""
+    return lambda prompt_ids: decode(model, prompt_ids, copy.deepcopy(planner), **options)
+
+
+class Probe(Planner):
+    """Decodes plainly; before the first round it calls look(session) and keeps what that returns."""
+
+    def __init__(self, look, window):
+        self.look, self.window = look, window
+
+    def plan(self, session):
+        if session.generation.rounds == 0:
+            self.seen = self.look(session)
+        return Plan()
+
+
+def probe(model, prompt_ids, look, *, window):
+    """What look(session) returns behind the prompt, where the states of its last `window` tokens are at hand."""
+    planner = Probe(look, window)
+    generate(model, prompt_ids, max_new_tokens=2, planner=planner)
+    return planner.seen
+
+
+# --- Runs that take turns --------------------------------------------------------------------------------------------
+
+
+def paired(plain, others, *, repeats=1, backwards=False):
+    """Runs each of `others` ({name: function}) beside plain() -> yields the runs, each with its speed-up over plain.
+
+    Two of them share the plain run between them: a, plain, b, c, plain, d. Every other repeat, and the first if
+    `backwards`, goes the other way, so that each comes before its plain run as often as after it.
+    """
+    names = list(others)
+    groups = [(names[i], None, *names[i + 1 : i + 2]) for i in range(0, len(names), 2)]
+    for repeat in range(repeats):
+        step = 1 if repeat % 2 == backwards else -1
+        for group in groups[::step]:
+            runs = {name: plain() if name is None else others[name]() for name in group[::step]}
+            reference = runs.pop(None)
+            for name, run in runs.items():
+                rates = run["tokens_per_second"], reference["tokens_per_second"]
+                yield run | {
+                    "method": name, "repeat": repeat, "speedup": rates[0] / rates[1] if all(rates) else None,
+                    "plain_tokens_per_second": rates[1], "plain_ids": reference["token_ids"],
+                }  # fmt: skip
+
+
+def beside_plain(model, prompt_ids, methods, *, options, repeats=1, backwards=False):
+    """Each method ({name: function of the ids}) beside plain decoding -> yields runs that tell whether the text is the same.
+
+    options: of decode(). When sampling, texts are not compared. Where a greedy text differs, `difference` says where.
+    """
+    plain = functools.partial(decode, model, prompt_ids, Planner(), **options)
+    others = {name: functools.partial(method, prompt_ids) for name, method in methods.items()}
+    for run in paired(plain, others, repeats=repeats, backwards=backwards):
+        token_ids, plain_ids = run.pop("token_ids"), run.pop("plain_ids")
+        if options.get("temperature", 0.0) == 0:
+            run["identical"] = token_ids == plain_ids
+            if not run["identical"]:
+                run["difference"] = difference(model, prompt_ids, token_ids, plain_ids)
+        yield run
+
+
+def side_by_side(results, model, prompts, make_methods, *, options, repeats=1, key="", progress=True):
+    """Each method on each prompt beside plain decoding -> {prompt id: {"prompt_tokens", "runs"}}, kept after each prompt.
+
+    prompts: [(id, token ids)]; key: before the id in results. make_methods() -> {name: function of a prompt's ids that
+    returns a run}, called only if anything is left to do.
+    """
+    ready, found = functools.cache(make_methods), {}
+    bar = tqdm(prompts, unit="prompt", leave=False, disable=None if progress else True)
+
+    def measure(prompt_ids, backwards):
+        if not ready.cache_info().currsize:
+            decode(model, prompt_ids, Planner(), **options | {"max_new_tokens": 4})  # the first forwards are slow
+        runs = list(beside_plain(model, prompt_ids, ready(), options=options, repeats=repeats, backwards=backwards))
+        return {"prompt_tokens": len(prompt_ids), "runs": runs}
+
+    for i, (prompt_id, prompt_ids) in enumerate(bar):
+        bar.set_description(key + prompt_id)
+        found[prompt_id] = results.once(key + prompt_id, functools.partial(measure, prompt_ids, i % 2 == 1))
+    return found
+
+
+# --- What many runs say ----------------------------------------------------------------------------------------------
+
+
+def median(values):
+    """Of those that are not None; None if there is none."""
+    values = [value for value in values if value is not None]
+    return statistics.median(values) if values else None
+
+
+def geometric_mean(values):
+    values = list(values)
+    return math.exp(statistics.mean(map(math.log, values))) if values else math.nan
+
+
+def runs_of(found, method):
+    """All runs of one method in what side_by_side() returns."""
+    return [run for prompt in found.values() for run in prompt["runs"] if run["method"] == method]
+
+
+def speedups(found, method):
+    """{prompt id: the method's median speed-up there}, where the text is long enough for one."""
+    medians = {prompt_id: median(run["speedup"] for run in runs_of({0: prompt}, method)) for prompt_id, prompt in found.items()}
+    return {prompt_id: value for prompt_id, value in medians.items() if value is not None}
+
+
+def other_texts(found):
+    """To be told only where a text was not plain decoding's, which would be a fault."""
+    count = sum(not run.get("identical", True) for prompt in found.values() for run in prompt["runs"])
+    return f", ANOTHER TEXT in {count} runs" if count else ""
