@@ -50,10 +50,10 @@ class Race(NamedTuple):
 
 RACES = {
     "prompts": Race("knapspec+, SmolLM2, the prompts", functools.partial(Bench.prompts, count=24), 2.0, 1.5),
-    "short": Race("the same, answers of one to forty tokens", short_answers, 1.4, 0.98, new_tokens=256),
-    "prose": Race("the same, 4,000 and 7,000 tokens of prose continued", prose, 1.4, 1.35),
-    "documents": Race("the same, documents of 3,200 to 7,000 tokens", documents, 1.4, 1.0),
-    "bfloat16": Race("the same, in bfloat16", least=0.98, dtype="bfloat16"),
+    "short": Race("knapspec+, SmolLM2, answers of one to forty tokens", short_answers, 1.4, 0.98, new_tokens=256),
+    "prose": Race("knapspec+, SmolLM2, 4,000 and 7,000 tokens of prose continued", prose, 1.4, 1.35),
+    "documents": Race("knapspec+, SmolLM2, documents of 3,200 to 7,000 tokens", documents, 1.4, 1.0),
+    "bfloat16": Race("knapspec+, SmolLM2, in bfloat16", least=0.98, dtype="bfloat16"),
     "split": Race("knapspec+, planted SmolLM2 `split`", of_fixed=0.95, model="split"),
     "blocks": Race("knapspec+, planted SmolLM2 `blocks`", of_fixed=0.95, model="blocks"),
     "soft": Race("skipping alone, planted SmolLM2 `soft`", mean=None, of_fixed=0.95, method=FULL_SKIP, model="soft"),

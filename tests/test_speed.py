@@ -148,7 +148,7 @@ def test_steps_take_what_the_machine_says(monkeypatch, bench):
     here = bench(simulated(monkeypatch, latency=latency))
     row = steps.ROWS["verify"][1](here)
     ratio = latency.verify(256, 5) / latency.verify(256, 1)
-    assert row.measured.startswith(f"5: {ratio:.2f} of") and row.met is False
+    assert row.measured.startswith(f"5 tokens: {ratio:.2f} of") and row.met is False
     assert steps.ROWS["draft_step"][1](here).met is None  # no copies of the weights
     assert 0 < steps.profile(here).details["seconds"]
 
@@ -156,7 +156,7 @@ def test_steps_take_what_the_machine_says(monkeypatch, bench):
 @pytest.mark.parametrize(("half", "int8", "met"), [(0.42, 0.33, True), (0.43, 0.3, False), (0.4, 0.34, False)])
 def test_draft_steps_are_held_against_both_bounds(bench, half, int8, met):
     here = bench()
-    here.results.once("steps", lambda: {"1": 1.0, "5": 1.4, "half": half, "int8": int8})
+    here.results.once("steps", lambda: {"1 token": 1.0, "5 tokens": 1.4, "half": half, "int8": int8})
     assert steps.ROWS["draft_step"][1](here).met == met and steps.ROWS["verify"][1](here).met
 
 
