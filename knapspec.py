@@ -9,6 +9,12 @@ pricing, α says how often their drafts are accepted, and the planner takes the 
 drafts and verifies; what goes past the paper is in beyond/. Run this file to decode from the command line.
 """
 
+if __name__ == "__main__":  # importing torch takes seconds: Ctrl-C is one line from the beginning
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+
 from dataclasses import dataclass
 from profile import latency_model
 
@@ -186,6 +192,7 @@ class KnapSpec(Planner):
 
 
 if __name__ == "__main__":
-    from cli.cli import main
+    from cli import main
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""The command line of knapspec.py.
+
+Standard output carries the text alone, closed by a newline; everything else goes to standard error. A mistake of the
+user is one line and exit status 2; Ctrl-C keeps what was printed and is 130; a reader that closes the pipe is 0.
+"""
+
+import os
+import sys
+
+from cli.options import parse
+from cli.report import say
+from cli.running import run
+
+__all__ = ["main"]
+
+
+def main(argv=None):
+    """Runs the command line and returns the exit status; argv None is that of the process."""
+    try:
+        if sys.stdout:
+            sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale
+        return run(parse(argv))
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what standard output could not take would fail again at the exit
+        return 0 if isinstance(error, BrokenPipeError) else fail(error)
+    except (ValueError, FloatingPointError) as error:
+        return fail(error)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch has no class of its own for the CPU's
+            raise
+        return fail("out of memory: pass a smaller --max-new-tokens, a shorter prompt or a smaller model")
+
+
+def fail(error):
+    say(f"knapspec.py: {' '.join(str(error).split())}")  # one line, whatever the error holds
+    return 2

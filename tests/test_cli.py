@@ -13,92 +13,32 @@ Case -> test:
 - speculation slower than plain decoding -> test_the_report_says_when_no_draft_pays
 """
 
-import json
-import math
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import functools
 
 import pytest
-import tokenizers
 import torch
-from safetensors.torch import save_file
 
-from cli import cli
-from decoding import Generation, Plan
+import cli
+from cli import methods, report
+from cli.methods import METHODS
+from cli.options import VERSION, parse
+from cli.running import compare
+from decoding import Generation, Planner
 from loading import load
-from loading.config import read_config
-from model import Transformer
+from model import KVCache
 from rivals import RIVALS
+from tests.testing_cli import (
+    FIXED,
+    N_LAYER,
+    cache,
+    folder,
+    knapspec,
+    own_cache,
+    write_model,
+)
 from tests.testing_models import latency_model
 
-FOLDER = Path(__file__).parent.parent
-N_LAYER = 5
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}bot:"
-FIXED = ["--skip", "2,3,6", "--gamma", "3"]
-
-
-def write_model(folder, *, bos=True, eos=True, template=True, max_position=160, nan=False):
-    """A random Llama of N_LAYER layers; its byte-level tokenizer knows ASCII and, to print them only, longer characters."""
-    characters = [chr(i) for i in range(32, 127)] + ["\n", "é", "中", "🙂"]
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    pieces = [byte_level.pre_tokenize_str(c)[0][0] for c in characters]
-    special = ["<s>", "</s>"]
-    vocabulary = {piece: i for i, piece in enumerate(special + pieces)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    backend.pre_tokenizer, backend.decoder = byte_level, tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(special)
-    folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": len(vocabulary), "hidden_size": 16,
-        "intermediate_size": 24, "num_hidden_layers": N_LAYER, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": max_position, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    }  # fmt: skip
-    config |= {"bos_token_id": 0} if bos else {}
-    config |= {"eos_token_id": 1} if eos else {}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE} if template else {}))
-    with torch.device("meta"):
-        shapes = Transformer(read_config(config)).state_dict()
-    rng = torch.Generator().manual_seed(3)
-    weights = {n: torch.randn(t.shape, generator=rng) * 0.3 + n.endswith("norm.weight") for n, t in shapes.items()}
-    if nan:
-        weights["model.norm.weight"].fill_(math.nan)
-    save_file(weights, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, cache):
-    monkeypatch.setenv("KNAPSPEC_CACHE", str(cache))
-
-
-@pytest.fixture
-def knapspec(folder, capfd, tmp_path):
-    """knapspec(*options) runs the command line -> (status, standard output, standard error, the JSON file's content)."""
-
-    def run(*options, model=folder, prompt=("--prompt", "Why is the sky blue?")):
-        path = tmp_path / "out.json"
-        path.unlink(missing_ok=True)
-        status = cli.main(["--model", str(model), *prompt, "--json", str(path), *options])
-        out, err = capfd.readouterr()
-        return status, out, err, json.loads(path.read_text("utf-8")) if path.exists() else None
-
-    return run
-
+__all__ = ["cache", "folder", "knapspec", "own_cache"]  # fixtures
 
 # --- What a run tells ------------------------------------------------------------------------------------------------
 
@@ -119,7 +59,8 @@ def test_the_json_file_has_exactly_the_documented_fields(knapspec, folder):
     _, _, _, result = knapspec("--max-new-tokens", "20", "--compare")
     assert list(result) == [
         "model", "device", "dtype", "prompt_tokens", "new_tokens", "token_ids", "text", "stop_reason", "seconds",
-        "tokens_per_second", "rounds", "drafted", "accepted", "acceptance_rate", "tokens_per_round", "latency", "plans",
+        "tokens_per_second", "rounds", "drafted", "accepted", "acceptance_rate", "looked_up", "looked_up_accepted", "tokens_per_round",
+        "latency", "plans",
         "baseline", "speedup", "identical",
     ]  # fmt: skip
     assert set(result["seconds"]) == {"load", "profile", "prefill", "plan", "draft", "verify", "total"}
@@ -150,19 +91,19 @@ def test_the_report_draws_the_plan_in_use(knapspec):
 
 def test_the_report_says_when_no_draft_pays(knapspec, monkeypatch):
     dear = latency_model(N_LAYER, per_token=1.0)  # verifying costs as much as decoding one by one
-    monkeypatch.setattr(cli, "latency_model", lambda *args, **options: dear)
-    _, _, err, result = knapspec("--max-new-tokens", "20")
+    monkeypatch.setattr(methods, "latency_model", lambda *args, **options: dear)
+    _, _, err, result = knapspec("--max-new-tokens", "20", "--choices", "full,skip")
     assert result["drafted"] == 0 and result["acceptance_rate"] is None and result["tokens_per_round"] == 1
-    assert "plain decoding: the planner chose not to draft" in err
+    assert "plain decoding: no draft promised to be faster" in err
     _, _, err, _ = knapspec("--max-new-tokens", "20", "--method", "autoregressive")
     assert "plain decoding: no draft was made" in err
 
 
 def test_the_report_says_when_drafting_ended():
     plans = [{"skip_set": [2], "choices": None, "gamma": 2, "predicted_tokens_per_second": 5.0}, {"gamma": 0}]
-    lines = cli.plan_lines(cli.parse(["--prompt", ""]), 3, plans)
+    lines = report.plan_lines("knapspec+", 3, {"plans": plans, "looked_up": 0})
     assert lines[0].startswith("plan: skip 1 of 6 sublayers") and "5.0 tokens/s expected" in lines[0]
-    assert "at the end the planner chose not to draft" in lines[-1]
+    assert "at the end plain decoding was expected to be faster" in lines[-1]
 
 
 def test_quiet_prints_the_text_and_nothing_else(knapspec):
@@ -171,7 +112,7 @@ def test_quiet_prints_the_text_and_nothing_else(knapspec):
 
 
 def test_version_and_help_end_with_status_0(capsys):
-    for option, start in [("--version", f"knapspec {cli.VERSION}"), ("--help", "usage: knapspec.py")]:
+    for option, start in [("--version", f"knapspec {VERSION}"), ("--help", "usage: knapspec.py")]:
         with pytest.raises(SystemExit) as exit:
             cli.main([option])
         assert exit.value.code == 0
@@ -211,8 +152,8 @@ def test_the_speed_up_counts_two_silent_runs_of_each_in_turn(folder):
         planners.append(planner)
         return next(runs)
 
-    args = cli.parse(["--prompt", "", "--quiet"])
-    result, _ = cli.compare(args, model, [5, 6], run_of(100, 11), decode, fresh)
+    args = parse(["--prompt", "", "--quiet"])
+    result, _ = compare(args, model, [5, 6], run_of(100, 11), decode, fresh)
     assert planners == [None, fresh, fresh, None]
     assert result["speedup"] == pytest.approx((4 + 6) / (1 + 3))
     assert result["baseline"]["tokens_per_second"] == pytest.approx(20 / 10)
@@ -224,8 +165,8 @@ def test_a_difference_is_told_with_its_place_and_the_gap_there(folder):
     runs = iter([run_of(1, 4), run_of(1, 4), run_of(1, 4), run_of(1, 4)])
     shown = run_of(1, 4)
     shown.token_ids = [0, 1, 9, 3]
-    result, lines = cli.compare(cli.parse(["--prompt", "", "--quiet"]), model, [5, 6], shown, lambda planner: next(runs), None)
-    first, second = model(torch.tensor([5, 6, 0, 1]), cli.KVCache(model.config, 4), last=1)[0].topk(2).values
+    result, lines = compare(parse(["--prompt", "", "--quiet"]), model, [5, 6], shown, lambda planner: next(runs), None)
+    first, second = model(torch.tensor([5, 6, 0, 1]), KVCache(model.config, 4), last=1)[0].topk(2).values
     assert result["identical"] is False
     assert lines[-1] == f"  token ids: different from new token 3 on, where the target's two best logits are {first - second:.2g} apart"
 
@@ -240,30 +181,48 @@ def test_a_run_too_short_for_a_rate_has_none(knapspec):
 # --- Options ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [m for m in cli.METHODS if m not in ("autoregressive", "draft_verify")])
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("autoregressive", "draft_verify")])
 def test_every_method_gives_the_text_of_plain_decoding(knapspec, method):
     if method == "swift":
         pytest.importorskip("bayes_opt")
     options = ["--max-new-tokens", "24"]
     expected = knapspec("--method", "autoregressive", *options)[3]["token_ids"]
-    status, _, _, result = knapspec("--method", method, *options, "--gamma-max", "3")
+    bounded = ["--gamma-max", "3"] if method != "uniform" else []
+    status, _, _, result = knapspec("--method", method, *options, *bounded)
     assert status == 0 and result["token_ids"] == expected
-    assert all(plan["gamma"] <= 3 for plan in result["plans"])
+    assert not bounded or all(plan["gamma"] <= 3 for plan in result["plans"])
 
 
 def test_the_methods_are_those_that_there_are():
-    assert set(cli.METHODS) == {"knapspec", "autoregressive", *RIVALS}
+    assert METHODS == ("knapspec+", "knapspec", "uniform", "autoregressive", *RIVALS)
 
 
-def test_options_of_the_planner_arrive_and_the_others_keep_its_defaults(knapspec, monkeypatch):
+@pytest.mark.parametrize("method, kind", [("knapspec", "KnapSpec"), ("knapspec+", "KnapSpecPlus")])
+def test_options_of_the_planner_arrive_and_the_others_keep_its_defaults(knapspec, monkeypatch, method, kind):
     planners = []
-    monkeypatch.setattr(cli, "KnapSpec", lambda latency, **given: planners.append((latency, given)) or cli.Planner())
-    knapspec("--max-new-tokens", "2", "--gamma-max", "3", "--window", "4", "--tau", "0.9", "--budget", "0.25", "--interval", "16")
-    knapspec("--max-new-tokens", "2", "--choices", "full,skip")
-    (latency, given), (_, none) = planners
-    assert given | {"choices": None} == {"gamma_max": 3, "window": 4, "tau": 0.9, "budget": 0.25, "interval": 16, "choices": None}
-    assert none == {"choices": ["full", "skip"]}
-    assert [k for k, *_ in latency.verify_s] == [1, 2, 3, 4]
+
+    make = getattr(methods, kind).__init__
+
+    @functools.wraps(make)
+    def seen(self, latency, **given):
+        planners.append((latency, given))
+        make(self, latency, **given)
+
+    monkeypatch.setattr(getattr(methods, kind), "__init__", seen)
+    knapspec("--max-new-tokens", "2", "--method", method, "--gamma-max", "3", "--window", "4", "--tau", "0.9", "--budget", "0.25", "--interval", "16")
+    latency, given = planners[0]
+    assert {"gamma_max": 3, "window": 4, "tau": 0.9, "budget": 0.25, "interval": 16}.items() <= given.items()
+    assert [k for k, *_ in latency.verify_s] == [1, 4]
+
+
+@pytest.mark.parametrize("choices, ways, without", [
+    ("full,skip", [], ("lookup",)), ("full,skip,lookup", [], ()), ("full,skip,window,lookup", ["window"], ()),
+])  # fmt: skip
+def test_choices_are_what_may_be_drafted_with(knapspec, monkeypatch, choices, ways, without):
+    planners = []
+    monkeypatch.setattr(methods, "KnapSpecPlus", lambda latency, **given: planners.append(given) or Planner())
+    knapspec("--max-new-tokens", "2", "--choices", choices)
+    assert planners == [{"ways": ways, "without": without}]
 
 
 def test_the_same_seed_gives_the_same_text_and_another_another(knapspec):
@@ -308,7 +267,7 @@ def test_an_empty_prompt_starts_from_the_begin_of_text_token(knapspec, tmp_path)
 
 
 def test_a_prompt_that_fills_the_context_is_refused(knapspec, monkeypatch):
-    monkeypatch.setattr(cli, "latency_model", None)  # no profiling before that
+    monkeypatch.setattr(methods, "latency_model", None)  # no profiling before that
     status, out, err, _ = knapspec("--raw", prompt=("--prompt", "a" * 160))
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "160 tokens" in err and "159" in err
@@ -318,177 +277,3 @@ def test_generation_is_shortened_at_the_end_of_the_context(knapspec):
     status, _, err, result = knapspec("--raw", "--max-new-tokens", "50", prompt=("--prompt", "a" * 150))
     assert (status, result["new_tokens"], result["stop_reason"]) == (0, 10, "context")
     assert "shortened: the model's context of 160 tokens is full" in err
-
-
-# --- Mistakes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("options", "words"), [
-    (["--max-new-tokens", "-1"], "of at least 0"), (["--max-new-tokens", "1.5"], "whole number"),
-    (["--temperature", "-0.1"], "of at least 0"), (["--temperature", "nan"], "of at least 0"), (["--temperature", "inf"], "'inf'"),
-    (["--top-p", "1.1"], "from 0 to 1"), (["--top-p", "-0.1"], "from 0 to 1"), (["--top-p", "x"], "from 0 to 1"),
-    (["--tau", "1.5"], "from -1 to 1"), (["--budget", "-0.1"], "from 0 to 1"), (["--budget", "nan"], "from 0 to 1"),
-    (["--gamma-max", "-1"], "from 0 to 64"), (["--window", "0"], "from 1 to 4096"), (["--interval", "0"], "of at least 1"),
-    (["--seed", "-1"], "from 0 to"), (["--method", "magic"], "layerskip"), (["--choices", "full,int4"], "full,skip"), (["--choices", "skip"], "full,skip"),
-    (["--choices", "full,skip", "--gamma", "1"], "drop one"),
-    (["--skip", "1,x", "--gamma", "1"], "such as 20,21,24"), (["--skip", "10", "--gamma", "1"], "from 0 to 9"),
-    (["--skip", "-1,2", "--gamma", "1"], "--skip"), (["--skip", "2"], "--gamma"), (["--gamma", "2", "--method", "swift"], "drop one"),
-    (["--tau", "0.5", "--method", "swift"], "drop one"), (["--gamma-max", "2", "--gamma", "2"], "drop one"),
-    (["--raw", "--system", "x"], "drop one"), (["--colour"], "--help"), (["--device", "cuda:99"], "--device cpu"),
-    (["--dtype", "int8"], "float32"), (["--max"], "--help"), (["--prompt-file", "x"], "--prompt"),
-    (["--json", "/no/such/folder/out.json"], "--json"), (["--json", "."], "--json"),
-])  # fmt: skip
-def test_a_mistake_is_one_line_that_helps(knapspec, options, words):
-    status, out, err, result = knapspec(*options)
-    assert (status, out, err.count("\n"), result) == (2, "", 1, None), err
-    assert err.startswith("knapspec.py: ") and words in err
-
-
-@pytest.mark.parametrize(("prompt", "words"), [
-    ((), "--prompt"), (("--prompt-file", "absent.txt"), "absent.txt"), (("--prompt-file", "."), "cannot read"),
-    (("--prompt-file", "latin1.txt"), "not UTF-8"), (("--prompt", "half \udce4"), "UTF-8"),
-])  # fmt: skip
-def test_a_prompt_that_cannot_be_read_is_one_line(knapspec, tmp_path, monkeypatch, prompt, words):
-    monkeypatch.chdir(tmp_path)
-    Path("latin1.txt").write_bytes("Grüße".encode("latin-1"))
-    status, out, err, _ = knapspec(prompt=prompt)
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert words in err
-
-
-def test_an_unknown_model_is_one_line(knapspec, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for model in (tmp_path / "absent", tmp_path):
-        status, out, err, _ = knapspec(model=model)
-        assert (status, out, err.count("\n")) == (2, "", 1), err
-        assert str(model) in err
-
-
-def test_logits_that_are_not_finite_are_one_line(knapspec, tmp_path):
-    status, _, err, result = knapspec("--gamma", "0", model=write_model(tmp_path / "nan", nan=True))
-    assert (status, err.count("\n"), result) == (2, 1, None)
-    assert "not finite" in err
-
-
-def test_too_little_memory_is_one_line_and_a_bug_is_none(knapspec, monkeypatch):
-    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
-                  RuntimeError("DefaultCPUAllocator: can't allocate memory")):  # fmt: skip
-        monkeypatch.setattr(cli, "load", raising(error))
-        status, _, err, _ = knapspec()
-        assert status == 2 and "out of memory" in err and err.count("\n") == 1
-    monkeypatch.setattr(cli, "load", raising(RuntimeError("shape mismatch")))
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        knapspec()
-
-
-def raising(error):
-    def stand_in(*args, **options):
-        raise error
-
-    return stand_in
-
-
-def test_an_old_json_file_stays_whole_where_no_new_one_is_made(knapspec, tmp_path, monkeypatch):
-    path = tmp_path / "kept.json"
-    path.write_text("old")
-    monkeypatch.setattr(cli, "load", raising(ValueError("no")))
-    assert knapspec("--json", str(path))[0] == 2
-    with pytest.raises(TypeError):
-        cli.write_json(path, {"a": object()})
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_json_file_replaces_the_file_behind_a_link(tmp_path):
-    (tmp_path / "real.json").write_text("old")
-    (tmp_path / "link.json").symlink_to("real.json")
-    cli.write_json(tmp_path / "link.json", {"text": "中"})
-    assert (tmp_path / "link.json").is_symlink()
-    assert json.loads((tmp_path / "real.json").read_text("utf-8")) == {"text": "中"}
-
-
-# --- Ctrl-C and pipes ------------------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_keeps_what_was_printed(knapspec, monkeypatch):
-    printed = []
-
-    class Interrupted(cli.Printer):
-        def __call__(self, token_id):
-            super().__call__(token_id)
-            printed.append(token_id)
-            if len(printed) == 9:
-                raise KeyboardInterrupt
-
-    whole = knapspec("--max-new-tokens", "20", "--compare")[3]
-    monkeypatch.setattr(cli, "Printer", Interrupted)
-    status, out, err, result = knapspec("--max-new-tokens", "20", "--compare")
-    assert status == 130
-    assert out == result["text"] + "\n" and whole["text"].startswith(result["text"]) and result["text"]
-    assert result["stop_reason"] == "interrupted" and "baseline" not in result
-    assert "(interrupted)" in err and "Traceback" not in err
-
-
-def test_ctrl_c_while_comparing_keeps_the_result(knapspec, monkeypatch):
-    monkeypatch.setattr(cli, "compare", raising(KeyboardInterrupt()))
-    status, out, err, result = knapspec("--max-new-tokens", "10", "--compare")
-    assert status == 130 and out == result["text"] + "\n"
-    assert "the comparison was interrupted" in err and result["stop_reason"] == "length"
-
-
-@pytest.mark.parametrize("step", ["load", "latency_model"])
-def test_ctrl_c_before_the_first_token_is_one_line(knapspec, monkeypatch, step):
-    monkeypatch.setattr(cli, step, raising(KeyboardInterrupt()))
-    assert knapspec() == (130, "", "interrupted\n", None)
-
-
-def start(model, *options, **settings):
-    command = [sys.executable, "knapspec.py", "--model", str(model), "--raw", *options, *FIXED]
-    settings = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | settings
-    return subprocess.Popen(command, cwd=FOLDER, **settings)
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory):
-    """A model that never ends its text and has room for more than any test waits for."""
-    return write_model(tmp_path_factory.mktemp("models") / "endless", eos=False, max_position=100_000)
-
-
-def test_a_real_ctrl_c_ends_with_a_report_and_status_130(endless, tmp_path):
-    path = tmp_path / "out.json"
-    process = start(endless, "--prompt", "abc", "--max-new-tokens", "90000", "--json", str(path))
-    first = process.stdout.read(5)  # decoding has begun
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
-    result = json.loads(path.read_text("utf-8"))
-    assert process.returncode == 130
-    assert (first + out).decode() == result["text"] + "\n"
-    assert result["stop_reason"] == "interrupted" and b"Traceback" not in err and b"tokens/s" in err
-
-
-def test_a_reader_that_closes_the_pipe_ends_it_quietly(endless):
-    process = start(endless, "--prompt", "abc", "--max-new-tokens", "90000")
-    process.stdout.read(5)
-    process.stdout.close()
-    assert process.wait() == 0
-    assert process.stderr.read() == b""
-    process.stderr.close()
-
-
-def test_the_text_is_utf8_whatever_the_locale_and_the_prompt_may_come_from_a_pipe(folder, tmp_path):
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    path = tmp_path / "out.json"
-    process = start(folder, "--prompt-file", "-", "--temperature", "3", "--json", str(path), stdin=subprocess.PIPE,
-                    env=os.environ | ascii_only)  # fmt: skip
-    out, err = process.communicate(b"ab")
-    result = json.loads(path.read_text("utf-8"))
-    assert process.returncode == 0, err
-    assert result["prompt_tokens"] == 2
-    assert out.decode("utf-8") == result["text"] + "\n" and not out.isascii()
-    assert b"  attention #.#.#" in err and err.isascii()
-
-
-def test_a_plan_can_be_made_by_hand(folder):
-    model, tokenizer = load(folder, progress=False)
-    planner, latency = cli.make_planner(cli.parse(["--prompt", "", *FIXED]), model, tokenizer, 5)
-    assert planner.plan(None) == Plan(frozenset({2, 3, 6}), 3) and latency is None

@@ -1,0 +1,141 @@
+"""The options of the command line, and the prompt that they name."""
+
+import argparse
+import math
+import platform
+import sys
+
+import torch
+
+from cli.methods import (
+    CHOICES,
+    DEFAULT_METHOD,
+    KNAPSPEC_OPTIONS,
+    METHODS,
+    default,
+    takes,
+)
+from decoding import PREFILL_CHUNK
+
+VERSION = "0.2.0"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(f"{message} (see --help)")
+
+
+def number(kind, low, high=math.inf):
+    """An argparse type: an int or a float from low to high."""
+
+    def parse_number(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or value == math.inf:
+            bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number {bounds}")
+        return value
+
+    return parse_number
+
+
+def item_list(text):
+    try:
+        return frozenset(int(item) for item in text.split(",") if item)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of items such as 20,21,24") from None
+
+
+def choice_list(text):
+    names = text.split(",")
+    if not {"full", "skip"} <= set(names) <= set(CHOICES):
+        raise argparse.ArgumentTypeError(f"{text!r}: pass full,skip and, if wanted, some of {','.join(list(CHOICES)[2:])}")
+    return names
+
+
+def build_parser():
+    """All options of knapspec.py; one that belongs to a method is None where it was not given."""
+    parser = Parser(
+        prog="knapspec.py", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Decode with a language model that drafts for itself: the same text as plain decoding, in less time.",
+        epilog="Items: 2i is the attention of layer i, 2i + 1 its MLP. Tokens/s count the tokens after the first, and the\n"
+               "time from the first token to the last, planning included; the first comes out of the prompt.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="folder or Hugging Face Hub id (default: SmolLM2-135M-Instruct)")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="what to answer or, with --raw, to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
+    add("--system", metavar="TEXT", help="system message for the chat template")
+    add("--raw", action="store_true", help="no chat template: continue the prompt as it stands")
+    add("--max-new-tokens", type=number(int, 0), default=256, metavar="N", help="default: %(default)s")
+    add("--temperature", type=number(float, 0), default=0.0, metavar="T", help="0 takes the likeliest token (default)")
+    add("--top-p", type=number(float, 0, 1), default=1.0, metavar="P", help="sample from the likeliest tokens up to this mass")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="for sampling (default: %(default)s)")
+    add("--method", choices=METHODS, metavar="NAME", help=f"how drafts are made: one of {', '.join(METHODS)} (default: {DEFAULT_METHOD})")
+    longest = ", ".join(f"{name}: {default(name, 'gamma_max')}" for name in METHODS if "window" in takes(name))
+    add("--gamma-max", type=number(int, 0, 64), metavar="N", help=f"longest draft ({longest})")
+    usual = {name: default("knapspec", name) for name in KNAPSPEC_OPTIONS}
+    add("--window", type=number(int, 1, PREFILL_CHUNK), metavar="N", help=f"tokens to judge a plan on (default: {usual['window']})")
+    add("--interval", type=number(int, 1), metavar="N", help="rounds between plans")
+    add("--tau", type=number(float, -1, 1), metavar="X", help=f"least cosine of drafted states (default: {usual['tau']})")
+    budget = f"largest share of the sublayers' time that a draft may save (default: {usual['budget']})"
+    add("--budget", type=number(float, 0, 1), metavar="X", help=budget)
+    about = "; ".join(f"{name}: {what}" for name, what in CHOICES.items())
+    add("--choices", type=choice_list, metavar="LIST", help=f"what knapspec+ may draft with, by default all that can be had. {about}")
+    add("--skip", type=item_list, metavar="LIST", help="fixed plan: skip these items, as in 20,21,24; needs --gamma")
+    add("--gamma", type=number(int, 0), metavar="N", help="fixed plan: draft N tokens a round; 0 is plain decoding")
+    add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
+    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 elsewhere)")
+    add("--compare", action="store_true", help="also time this method against plain decoding, two silent runs of each")
+    add("--json", metavar="FILE", help="write everything measured to FILE")
+    add("--quiet", action="store_true", help="no progress bars and no report")
+    versions = f"knapspec {VERSION} (torch {torch.__version__}, Python {platform.python_version()})"
+    add("--version", action="version", version=versions)
+    return parser
+
+
+def parse(argv):
+    """Options as an argparse.Namespace; method None stands for a fixed plan. Raises ValueError."""
+    args = build_parser().parse_args(argv)
+    args.quiet, fixed = args.quiet or not sys.stderr, args.gamma is not None
+    if args.raw and args.system is not None:
+        raise ValueError("--system is part of the chat template, which --raw leaves out: drop one of them")
+    if args.skip is not None and not fixed:
+        raise ValueError("--skip is half of a fixed plan: add --gamma, the number of tokens to draft")
+    if fixed and args.method:
+        raise ValueError("--gamma fixes the plan, so --method has nothing to choose: drop one of them")
+    args.method = None if fixed else args.method or DEFAULT_METHOD
+    for name in (*KNAPSPEC_OPTIONS, "choices"):
+        if getattr(args, name) is not None and (fixed or name not in takes(args.method)):
+            used = "a fixed plan" if fixed else f"--method {args.method}"
+            raise ValueError(f"--{name.replace('_', '-')} means nothing to {used}: drop one of them")
+    return args
+
+
+def read_prompt(args):
+    """The text of --prompt, or of --prompt-file, in UTF-8. Raises ValueError."""
+    if args.prompt is not None:
+        return args.prompt
+    source = 0 if args.prompt_file == "-" else args.prompt_file
+    try:
+        with open(source, "rb", closefd=source != 0) as file:
+            return file.read().decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"cannot read --prompt-file {args.prompt_file} ({error.strerror}): pass a text file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--prompt-file {args.prompt_file} is not UTF-8: convert it, for example with iconv") from None
+
+
+def encode_prompt(args, prompt, tokenizer, config):
+    """The prompt's token ids, in the chat template if there is one. Raises ValueError if they are none or too many."""
+    plain = args.raw or (tokenizer.chat_template is None and args.system is None)
+    ids = tokenizer.encode(prompt) if plain else tokenizer.chat(prompt, args.system)
+    if not ids and tokenizer.bos_id is None:
+        raise ValueError("the prompt is empty and the model has no begin-of-text token to start from: pass some text")
+    ids = ids or [tokenizer.bos_id]
+    if len(ids) >= config.max_position:
+        raise ValueError(f"the prompt has {len(ids)} tokens, the model takes {config.max_position - 1} at most: shorten it")
+    return ids
