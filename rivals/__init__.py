@@ -4,10 +4,9 @@ One file for each, what they share in common.py, and here the registry: a new ri
 The decisions are the papers' own; what a paper trains is not trained here, and said.
 
 Differs, for all: verification runs the whole model, where layerskip, kangaroo and del would reuse what the draft
-computed; layerskip, del and prompt_lookup also draft their first token, which comes from the prefill here; an
-end-of-text that a model drafts does not end the draft, which costs time but changes no text. Drafted tokens under a
-threshold are still submitted, as in every implementation read. E, ℓ and M count blocks (attention with MLP) from 1,
-as in the papers; sets of blocks count from 0, as the rest of the code.
+computed; layerskip, del and prompt_lookup also draft their first token, which comes from the prefill here. Drafted
+tokens under a threshold are still submitted, as in every implementation read. E, ℓ and M count blocks (attention with
+MLP) from 1, as in the papers; sets of blocks count from 0, as the rest of the code.
 """
 
 from dataclasses import dataclass
