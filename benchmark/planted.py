@@ -47,7 +47,8 @@ def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
     Both layers of a pair hold the real layer's weights, but those in `planted_items(kind, ...)` add only epsilon
     times what they would add. "split": the real attention with an epsilon MLP, then an epsilon attention with the
     real MLP, so that no whole layer can be skipped. "blocks": the real layer, then a whole epsilon layer. "soft": as
-    "split", but epsilon rises over the layers, so that each further skip costs more. model: a folder, a Hub id, or None for the default model. The result is an ordinary Hugging Face folder in the model's
+    "split", but epsilon rises over the layers, so that each further skip costs more. model: a folder, a Hub id, or
+    None for the default model. The result is an ordinary Hugging Face folder in the model's
     own dtypes. Raises ValueError if out exists and is not empty, and on what loading/ does not load.
     """
     out = Path(out)
