@@ -9,11 +9,10 @@ pricing, α says how often their drafts are accepted, and the planner takes the 
 drafts and verifies; what goes past the paper is in beyond/. Run this file to decode from the command line.
 """
 
-if __name__ == "__main__":  # importing torch takes seconds: Ctrl-C is one line from the beginning
-    import os
-    import signal
+if __name__ == "__main__":  # first, so that importing torch, which takes seconds, is part of the command
+    from cli import main
 
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+    raise SystemExit(main())
 
 from dataclasses import dataclass
 from profile import latency_model
@@ -189,10 +188,3 @@ class KnapSpec(Planner):
     def keep_drafting(self, session, plan, confidences):
         """Until the draft is unsure of a token; that one is still submitted."""
         return confidences[-1] >= self.threshold
-
-
-if __name__ == "__main__":
-    from cli import main
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    raise SystemExit(main())

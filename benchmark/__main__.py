@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 
 from cli.options import Parser
-from cli.report import say
+from cli.terminal import say
 
 COMMANDS = {  # name -> (file, what it does)
     "speed": ("speed", "all numbers to reach, wanted and measured"),

@@ -4,7 +4,7 @@ from benchmark import commands, promises, races, steps
 from benchmark.bench import Bench
 from benchmark.models import models_at
 from benchmark.results import heading, machine, table
-from cli.report import say
+from cli.terminal import say
 
 ROWS = steps.ROWS | races.ROWS | promises.ROWS  # name -> (what, function of a Bench that returns a Row)
 

@@ -7,9 +7,7 @@ user is one line and exit status 2; Ctrl-C keeps what was printed and is 130; a 
 import os
 import sys
 
-from cli.options import parse
-from cli.report import say
-from cli.running import run
+from cli.terminal import say
 
 __all__ = ["main"]
 
@@ -17,12 +15,20 @@ __all__ = ["main"]
 def main(argv=None):
     """Runs the command line and returns the exit status; argv None is that of the process."""
     try:
+        if sys.version_info < (3, 10):  # noqa: UP036, this is where an older one ends
+            raise ValueError(f"Python 3.10 or newer is needed, and this is {sys.version.split()[0]}")
         if sys.stdout:
             sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale
+        # These import torch, which takes seconds: here Ctrl-C is one line from the beginning.
+        from cli.options import parse
+        from cli.running import run
+
         return run(parse(argv))
     except KeyboardInterrupt:
         say("interrupted")
         return 130
+    except ModuleNotFoundError as error:
+        return fail(f"{error}: run pip install -r requirements.txt")
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what standard output could not take would fail again at the exit
         return 0 if isinstance(error, BrokenPipeError) else fail(error)

@@ -1,38 +1,36 @@
 """The methods by name: the same in the command line, the benchmarks, the tables and the JSON files."""
 
 import inspect
-from importlib.util import find_spec
+from pathlib import Path
 from profile import latency_model
 
 from decoding import Planner
 from knapspec import KnapSpec
 
-BEYOND, RIVALS, WAYS = find_spec("beyond"), {}, {}  # either folder can be deleted
-if find_spec("rivals"):
+ROOT = Path(__file__).parent.parent
+BEYOND, RIVALS, WAYS = (ROOT / "beyond/__init__.py").exists(), {}, {}  # beyond/ and rivals/ can be deleted
+if (ROOT / "rivals/__init__.py").exists():
     from rivals import RIVALS
     from rivals import make_planner as make_rival
-CHOICES = {"full": "the sublayer as the target has it", "skip": "none"}  # what knapspec+ may draft with
 if BEYOND:
     from beyond.adaptive import KnapSpecPlus
-    from beyond.graphs import use_graphs
     from beyond.uniform import Uniform
     from beyond.ways import WAYS, add_ways
 
-    CHOICES |= {name: way.about for name, way in WAYS.items()} | {"lookup": "the text so far"}
-
-METHODS = (*(["knapspec+"] if BEYOND else []), "knapspec", *(["uniform"] if BEYOND else []), "autoregressive", *RIVALS)
-DEFAULT_METHOD = METHODS[0]
-KNAPSPEC_OPTIONS = ("gamma_max", "window", "interval", "tau", "budget")  # handed on where given
+PLANNER_OPTIONS = ("gamma_max", "window", "interval", "tau", "budget")
+METHODS = {  # name -> the options that mean something to it
+    "knapspec+": (*PLANNER_OPTIONS, "choices"), "knapspec": PLANNER_OPTIONS, "uniform": (), "autoregressive": (),
+    **dict.fromkeys(RIVALS, ("gamma_max",)),
+}  # fmt: skip
+if not BEYOND:
+    del METHODS["knapspec+"], METHODS["uniform"]
+DEFAULT_METHOD = next(iter(METHODS))
+CHOICES = {"full": "as the target has it", "skip": "left out", **{name: way.about for name, way in WAYS.items()}, "lookup": "the text so far"}
 NEW_TOKENS = 256  # that a profile counts on: the answer may be shorter or longer than what is allowed
 
 
-def takes(name):
-    """The options that mean something to a method."""
-    return (*KNAPSPEC_OPTIONS, "choices") if name == "knapspec+" else KNAPSPEC_OPTIONS if name == "knapspec" else ("gamma_max",) * (name in RIVALS)
-
-
 def default(name, option):
-    """What a method does where an option is not given."""
+    """What knapspec+ or knapspec does where one of PLANNER_OPTIONS is not given."""
     kinds = [KnapSpecPlus, KnapSpec] if name == "knapspec+" else [KnapSpec]
     return next(p[option].default for p in (inspect.signature(kind).parameters for kind in kinds) if option in p)
 
@@ -41,7 +39,7 @@ def make_planner(name, model, tokenizer, *, context, progress=False, choices=Non
     """A new planner for a name of METHODS, and its LatencyModel or None. The model gets the ways that it drafts in.
 
     context: tokens that the text is likely to have. choices: names of CHOICES for knapspec+ (None: all that can be had).
-    given: what takes(name) says, of the other names. Raises ValueError.
+    search_s: the most seconds of a rival's search. given: others of the options in METHODS[name]. Raises ValueError.
     """
     if name == "autoregressive":
         return Planner(), None
@@ -59,9 +57,3 @@ def make_planner(name, model, tokenizer, *, context, progress=False, choices=Non
         return Uniform(latency, ways=ways), latency
     without = () if choices is None or "lookup" in choices else ("lookup",)
     return KnapSpecPlus(latency, ways=ways, without=without, **given), latency
-
-
-def prepare(model):
-    """What makes every method faster on the model's device."""
-    if BEYOND and model.device.type == "cuda":
-        use_graphs(model)

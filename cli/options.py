@@ -2,19 +2,11 @@
 
 import argparse
 import math
-import platform
 import sys
 
 import torch
 
-from cli.methods import (
-    CHOICES,
-    DEFAULT_METHOD,
-    KNAPSPEC_OPTIONS,
-    METHODS,
-    default,
-    takes,
-)
+from cli.methods import CHOICES, DEFAULT_METHOD, METHODS, PLANNER_OPTIONS, default
 from decoding import PREFILL_CHUNK
 
 VERSION = "0.2.0"
@@ -64,6 +56,7 @@ def build_parser():
                "time from the first token to the last, planning included; the first comes out of the prompt.",
     )  # fmt: skip
     add = parser.add_argument
+    usual = {name: ", for knapspec ".join(dict.fromkeys(str(default(m, name)) for m in (DEFAULT_METHOD, "knapspec"))) for name in PLANNER_OPTIONS}
     add("--model", metavar="NAME", help="folder or Hugging Face Hub id (default: SmolLM2-135M-Instruct)")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to answer or, with --raw, to continue")
@@ -75,14 +68,11 @@ def build_parser():
     add("--top-p", type=number(float, 0, 1), default=1.0, metavar="P", help="sample from the likeliest tokens up to this mass")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="for sampling (default: %(default)s)")
     add("--method", choices=METHODS, metavar="NAME", help=f"how drafts are made: one of {', '.join(METHODS)} (default: {DEFAULT_METHOD})")
-    longest = ", ".join(f"{name}: {default(name, 'gamma_max')}" for name in METHODS if "window" in takes(name))
-    add("--gamma-max", type=number(int, 0, 64), metavar="N", help=f"longest draft ({longest})")
-    usual = {name: default("knapspec", name) for name in KNAPSPEC_OPTIONS}
+    add("--gamma-max", type=number(int, 0, 64), metavar="N", help=f"longest draft (default: {usual['gamma_max']}; rivals have their own)")
     add("--window", type=number(int, 1, PREFILL_CHUNK), metavar="N", help=f"tokens to judge a plan on (default: {usual['window']})")
-    add("--interval", type=number(int, 1), metavar="N", help="rounds between plans")
+    add("--interval", type=number(int, 1), metavar="N", help=f"rounds between plans (default: {usual['interval']})")
     add("--tau", type=number(float, -1, 1), metavar="X", help=f"least cosine of drafted states (default: {usual['tau']})")
-    budget = f"largest share of the sublayers' time that a draft may save (default: {usual['budget']})"
-    add("--budget", type=number(float, 0, 1), metavar="X", help=budget)
+    add("--budget", type=number(float, 0, 1), metavar="X", help=f"most of the sublayers' time that a draft may save (default: {usual['budget']})")
     about = "; ".join(f"{name}: {what}" for name, what in CHOICES.items())
     add("--choices", type=choice_list, metavar="LIST", help=f"what knapspec+ may draft with, by default all that can be had. {about}")
     add("--skip", type=item_list, metavar="LIST", help="fixed plan: skip these items, as in 20,21,24; needs --gamma")
@@ -92,8 +82,7 @@ def build_parser():
     add("--compare", action="store_true", help="also time this method against plain decoding, two silent runs of each")
     add("--json", metavar="FILE", help="write everything measured to FILE")
     add("--quiet", action="store_true", help="no progress bars and no report")
-    versions = f"knapspec {VERSION} (torch {torch.__version__}, Python {platform.python_version()})"
-    add("--version", action="version", version=versions)
+    add("--version", action="version", version=f"knapspec {VERSION} (torch {torch.__version__}, Python {sys.version.split()[0]})")
     return parser
 
 
@@ -108,8 +97,9 @@ def parse(argv):
     if fixed and args.method:
         raise ValueError("--gamma fixes the plan, so --method has nothing to choose: drop one of them")
     args.method = None if fixed else args.method or DEFAULT_METHOD
-    for name in (*KNAPSPEC_OPTIONS, "choices"):
-        if getattr(args, name) is not None and (fixed or name not in takes(args.method)):
+    args.given = {name: value for name in (*PLANNER_OPTIONS, "choices") if (value := getattr(args, name)) is not None}
+    for name in args.given:
+        if fixed or name not in METHODS[args.method]:
             used = "a fixed plan" if fixed else f"--method {args.method}"
             raise ValueError(f"--{name.replace('_', '-')} means nothing to {used}: drop one of them")
     return args

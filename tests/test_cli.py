@@ -10,7 +10,7 @@ Case -> test:
 - characters beyond ASCII: stream = final text -> test_what_is_printed_is_the_json_text, test_the_text_is_utf8_...
 - the same seed in sampled plain and speculative decoding -> test_a_sampled_comparison_says_what_it_can
 - NaN or infinite logits -> test_logits_that_are_not_finite_are_one_line
-- speculation slower than plain decoding -> test_the_report_says_when_no_draft_pays
+- speculation slower than plain decoding -> test_the_report_says_why_nothing_was_drafted
 """
 
 import functools
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import cli
+from beyond.adaptive import KnapSpecPlus
 from cli import methods, report
 from cli.methods import METHODS
 from cli.options import VERSION, parse
@@ -89,14 +90,27 @@ def test_the_report_draws_the_plan_in_use(knapspec):
     assert "  attention █░█░█\n  MLP       █░███\n" in err
 
 
-def test_the_report_says_when_no_draft_pays(knapspec, monkeypatch):
+@pytest.mark.parametrize(("options", "told"), [
+    (["--method", "knapspec"], "plain decoding: no draft promised to be faster"),
+    (["--choices", "full,skip"], "plain decoding: no gain was in sight that would have paid for solving the knapsack"),
+    (["--method", "autoregressive"], "plain decoding: no draft was made"),
+    (["--max-new-tokens", "1"], "no plan was made: plans are for the tokens after the first"),
+    (["--max-new-tokens", "0", "--method", "layerskip"], "no plan was made: plans are for the tokens after the first"),
+])  # fmt: skip
+def test_the_report_says_why_nothing_was_drafted(knapspec, monkeypatch, options, told):
     dear = latency_model(N_LAYER, per_token=1.0)  # verifying costs as much as decoding one by one
     monkeypatch.setattr(methods, "latency_model", lambda *args, **options: dear)
-    _, _, err, result = knapspec("--max-new-tokens", "20", "--choices", "full,skip")
-    assert result["drafted"] == 0 and result["acceptance_rate"] is None and result["tokens_per_round"] == 1
-    assert "plain decoding: no draft promised to be faster" in err
-    _, _, err, _ = knapspec("--max-new-tokens", "20", "--method", "autoregressive")
-    assert "plain decoding: no draft was made" in err
+    status, _, err, result = knapspec("--max-new-tokens", "20", *options)
+    assert status == 0 and told in err.splitlines()
+    assert result["drafted"] == 0 and result["acceptance_rate"] is None and result["tokens_per_round"] in (1, None)
+
+
+def test_a_knapsack_that_was_solved_in_vain_is_no_draft_that_promised_to_be_faster():
+    planner = KnapSpecPlus(latency_model(3))
+    for planned_s, told in [(0.0, "solving the knapsack"), (0.1, "promised to be faster")]:
+        planner.planned_s = planned_s
+        (line,) = report.plan_lines("knapspec+", 3, {"plans": [{"gamma": 0}], "looked_up": 0}, planner)
+        assert line.startswith("plain decoding: ") and told in line
 
 
 def test_the_report_says_when_drafting_ended():
@@ -145,7 +159,7 @@ def run_of(seconds, count, prefill_s=5.0):
 
 def test_the_speed_up_counts_two_silent_runs_of_each_in_turn(folder):
     model, _ = load(folder, progress=False)
-    planners, fresh = [], object()
+    planners, fresh = [], "a new planner"
     runs = iter([run_of(4, 11), run_of(1, 11), run_of(3, 11), run_of(6, 11, prefill_s=50.0)])
 
     def decode(planner):
@@ -194,7 +208,7 @@ def test_every_method_gives_the_text_of_plain_decoding(knapspec, method):
 
 
 def test_the_methods_are_those_that_there_are():
-    assert METHODS == ("knapspec+", "knapspec", "uniform", "autoregressive", *RIVALS)
+    assert tuple(METHODS) == ("knapspec+", "knapspec", "uniform", "autoregressive", *RIVALS)
 
 
 @pytest.mark.parametrize("method, kind", [("knapspec", "KnapSpec"), ("knapspec+", "KnapSpecPlus")])
