@@ -34,28 +34,30 @@ PARTS = ("prices", "posterior", "renewal", "thrift", "pruning", "ways", "lookup"
 
 # --- 1. What is known of a draft -------------------------------------------------------------------------------------
 
-FADE = 0.97  # what was seen of a draft loses so much each round: it speaks for the text as it is now, some 30 rounds
+# What was seen of a draft fades each round: with use, so that it speaks for the text as it is now, some 30 rounds; without, far
+# more slowly, so that what was given up is tried again, but seldom.
+FADE_IN_USE, FADE_UNUSED = 0.97, 0.997
 PRIOR_TOKENS = 8  # what is expected of a draft counts as much as so many tried tokens
 DOUBT = 0.35  # mean of 1 − confidence over tried tokens, as it counts before a draft has shown its own
 
 
-@dataclass
+@dataclass(eq=False)
 class Candidate:
     """A draft to choose from: what it skips, how it keeps the rest, and what has been seen of it."""
 
     way: str  # of WAYS, or "full"
     skip_set: frozenset = frozenset()
     window_alpha: float = 1.0  # what the knapsack's window says of the skip set
-    unskipped: "Candidate | None" = None  # the one that skips nothing in the same way
+    parents: tuple = ()  # Candidates for what it has in common with others: its way with nothing skipped, skipping at all
     accepted: float = 0.0  # of its drafts that were tried: those before a rejection, and the rejected one
     tried: float = 0.0
     doubt: float = 0.0  # 1 − confidence, summed over those tried
 
     @property
     def prior(self):
-        """α before anything was seen of it: that of its way, times what the window says of its skip set."""
-        if self.unskipped:
-            return self.window_alpha * self.unskipped.alpha
+        """α before anything was seen of it: what its parents have shown, times what the window says of its skip set."""
+        if self.parents:
+            return self.window_alpha * math.prod(parent.alpha for parent in self.parents)
         return WAYS[self.way].alpha if self.way in WAYS else 1.0
 
     @property
@@ -69,13 +71,13 @@ class Candidate:
         return (PRIOR_TOKENS * (1 - self.prior) + self.tried - self.accepted) / (PRIOR_TOKENS * DOUBT + self.doubt)
 
     def observe(self, round):
-        """A plan of which nothing could be drafted counts as one token rejected."""
-        tried = max(min(round.accepted + 1, round.drafted), 1)
+        """A draft that came to nothing, as one that overflows does, weighs as much as all that was expected of it."""
+        tried = min(round.accepted + 1, round.drafted) or PRIOR_TOKENS
         self.accepted, self.tried = self.accepted + round.accepted, self.tried + tried
         self.doubt += sum(1 - confidence for confidence in round.confidences[:tried])
 
-    def fade(self):
-        self.accepted, self.tried, self.doubt = FADE * self.accepted, FADE * self.tried, FADE * self.doubt
+    def fade(self, factor):
+        self.accepted, self.tried, self.doubt = factor * self.accepted, factor * self.tried, factor * self.doubt
 
 
 # --- 2. What things cost ---------------------------------------------------------------------------------------------
@@ -101,8 +103,8 @@ class Prices:
     def verify_s(self, n, gamma_max):
         """Seconds of verifying γ + 1 tokens, for each γ from 0 to gamma_max."""
         if not self.full:
-            return [self.draft_s(n, Candidate("full"))] * (gamma_max + 1)
-        return [self.latency.verify(n, k) * self.verify_factor for k in range(1, gamma_max + 2)]
+            return [max(self.draft_s(n, Candidate("full")), 1e-12)] * (gamma_max + 1)
+        return [max(self.latency.verify(n, k) * self.verify_factor, 1e-12) for k in range(1, gamma_max + 2)]
 
     def observe(self, round, candidate):
         """candidate: what drafted in this round, or None."""
@@ -193,7 +195,7 @@ class KnapSpecPlus(KnapSpec):
         if rounds == 0:  # another text: prices stay, what was seen of drafts does not
             self.latency = self.latency or measured(session, self.gamma_max)
             self.prices = self.prices or Prices(self.latency, session.model.config.n_layer, "prices" in self.parts)
-            self.unskipped = {way: Candidate(way) for way in self.ways}
+            self.unskipped, self.skipping = {way: Candidate(way) for way in self.ways}, Candidate("full")
             self.candidates = [self.unskipped[way] for way in self.ways[1:]]
             self.lookup, self.next_look, self.planned_s = Lookup(), 0, 0.0
         self.verify_s = self.prices.verify_s(n, self.gamma_max)
@@ -222,18 +224,18 @@ class KnapSpecPlus(KnapSpec):
     def _cheapest(self, n):
         """What the knapsack counts in: the cheapest draft that skips nothing, the seconds of its attention and of its MLP."""
         whole = min(self.unskipped.values(), key=lambda candidate: self.prices.draft_s(n, candidate))
-        return whole, [self.latency.sublayer(item, n, whole.way) for item in (0, 1)]
+        return whole, [self.latency.sublayer(item, n, whole.way) * self.prices.draft_factor for item in (0, 1)]
 
     def _worth_solving(self, session, plan):
         """Is the first look, or a later one within its share of the time, and may the rest of the text gain what it costs?"""
         if "thrift" not in self.parts:
             return True
-        n, (states, _) = session.cache.length, session.window(self.window)
-        price_s = self.latency.verify(n, BRANCHES * len(states[0]))
+        n = session.cache.length
+        price_s = self.latency.verify(n, BRANCHES * self.window) * self.prices.verify_factor
         if self.planned_s and self.planned_s + price_s > SHARE * len(session.generation.token_ids) / plan.tokens_per_second:
             return False
         self.next_look = session.generation.rounds + self.interval
-        whole, seconds = self._cheapest(n)
+        (states, _), (whole, seconds) = session.window(self.window), self._cheapest(n)
         whole_s = self.prices.draft_s(n, whole)
         rate = max((best_rate(whole.alpha * alpha_at(far), whole_s - saved_s, self.verify_s)[0]
                     for far, saved_s in free_look(states, seconds, self.budget)), default=0.0)  # fmt: skip
@@ -259,7 +261,7 @@ class KnapSpecPlus(KnapSpec):
         self.candidates = [self.unskipped[way] for way in self.ways[1:]]
         for branch, alpha, far in zip(branches, alphas, distances):
             for way in self.ways if branch.skip_set else ():
-                candidate = known.get((branch.skip_set, way)) or Candidate(way, branch.skip_set, unskipped=self.unskipped[way])
+                candidate = known.get((branch.skip_set, way)) or Candidate(way, branch.skip_set, parents=(self.unskipped[way], self.skipping))
                 candidate.window_alpha = max(1 - slope * far, 0.0) if "posterior" in self.parts else alpha
                 self.candidates.append(candidate)
 
@@ -280,9 +282,10 @@ class KnapSpecPlus(KnapSpec):
 
     def observe(self, session, round):
         if "posterior" in self.parts:
-            for candidate in self.candidates:
-                candidate.fade()
-            if self.chosen:
-                self.chosen.observe(round)
+            used = [self.chosen, self.skipping][: 1 + bool(self.chosen.skip_set)] if self.chosen else []
+            for candidate in (*self.candidates, self.skipping):
+                candidate.fade(FADE_IN_USE if candidate in used else FADE_UNUSED)
+            for candidate in used:
+                candidate.observe(round)
         if "prices" in self.parts and session.temperature == 0:
             self.prices.observe(round, self.chosen)

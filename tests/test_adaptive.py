@@ -127,12 +127,12 @@ def test_a_draft_must_promise_three_per_cent(monkeypatch, gain, followed):
 
 
 def test_misled_drafts_are_given_up(monkeypatch):
-    """Each branch is given up on its own, and tried again with one token now and then: measured 1.56 times plain decoding."""
+    """What one branch shows counts for all that skip, and is tried again but seldom. The knapsack and 16 tokens are the loss."""
     model = _Misled(random_model(SIX, faint=FAINT))
     run = _run(model, latency_model(6), monkeypatch, new=200)
     drafted = [round.drafted for round in run.rounds]
-    assert run.generation.accepted == 0 and drafted[0] == 16 and run.slower < 1.7
-    assert sum(drafted[30:]) < 0.6 * len(drafted[30:]) and max(drafted[30:]) <= 2
+    assert run.generation.accepted == 0 and drafted[0] == 16 and run.slower < 1.12
+    assert sum(drafted[1:]) <= 6 and max(drafted[1:]) <= 2
     trusting = _run(model, latency_model(6), monkeypatch, new=30, without=("lookup", "posterior"))
     assert trusting.slower > 4  # it drafts sixteen tokens in every round
 
@@ -143,34 +143,34 @@ def test_a_text_that_begins_hard_is_tried_again(monkeypatch):
     assert len(run.solved) == 1
     gammas = [plan.gamma for _, plan, _ in run.generation.plans]
     assert gammas[0] == 16 and 0 in gammas and gammas[-1] > 4 and run.generation.accepted > 50
-    monkeypatch.setattr(adaptive, "FADE", 1.0)
+    monkeypatch.setattr(adaptive, "FADE_UNUSED", 1.0)
     never = _run(_Misled(random_model(SIX, faint=FAINT), until=50), FLAT, monkeypatch, new=150, interval=1000)
     assert never.generation.accepted == 0 and never.generation.plans[-1][1].gamma == 0
 
 
 @pytest.mark.parametrize("window", [1, 8, 40])
 def test_what_is_expected_counts_as_eight_tokens_whatever_the_window(monkeypatch, window):
-    """One item may be skipped, and its draft is rejected: α falls from about 1 to 8/9, and fades back a little."""
+    """One item may be skipped, and its draft is rejected: α falls from about 1 to 8/9 for it, as for all that skip, and fades back a little."""
     machine_s, options = latency_model(6, per_token=0.0, attention_s=(1e-3, 0.0), head_s=0.0), {"budget": 1 / 12, "without": ("lookup", "thrift")}
     run = _run(_Misled(random_model(SIX, faint=FAINT)), machine_s, monkeypatch, new=3, prompt=PROMPT * 4, window=window, **options)
     candidate, = run.planner.candidates
-    assert [round.drafted for round in run.rounds] == [1, 0] and candidate.tried == 0.97
-    assert candidate.alpha == pytest.approx(8 / (8 + 0.97), abs=1e-3)
+    assert [round.drafted for round in run.rounds] == [1, 0] and candidate.tried == 0.997
+    assert candidate.alpha == pytest.approx((8 / (8 + 0.997)) ** 2, abs=2e-3)
 
 
 def test_a_candidate_by_hand():
     """A draft of five: three stand, the fourth is rejected, of the fifth nothing is known."""
     plain, whole = Candidate("full"), Candidate("int8")
-    skipping = Candidate("int8", frozenset({2}), 0.5, whole)
+    skipping = Candidate("int8", frozenset({2}), 0.5, (whole, plain))
     assert (plain.alpha, whole.alpha, skipping.alpha, plain.risk) == (1, 0.9, pytest.approx(0.45), 0)
     whole.observe(Round(0, Plan(), 5, 3, [1.0, 0.9, 0.8, 0.2, 0.0], 0.0, 0.0))
     assert whole.alpha == pytest.approx((8 * 0.9 + 3) / (8 + 4)) and skipping.prior == pytest.approx(0.5 * whole.alpha)
     assert whole.risk == pytest.approx((8 * 0.1 + 1) / (8 * 0.35 + 1.1))
-    whole.fade()
+    whole.fade(0.97)
     assert (whole.accepted, whole.tried, whole.doubt) == pytest.approx((3 * 0.97, 4 * 0.97, 1.1 * 0.97))
     plain.observe(Round(0, Plan(), 0, 0, [], 0.0, 0.0))  # nothing could be drafted
     plain.observe(Round(0, Plan(), 2, 2, [0.5, 0.5], 0.0, 0.0))  # all stand
-    assert (plain.accepted, plain.tried) == (2, 3)
+    assert (plain.accepted, plain.tried) == (2, 8 + 2)
 
 
 @pytest.mark.parametrize("confidence, pays", [(1.0, True), (0.1, False)])
@@ -184,7 +184,7 @@ def test_a_draft_goes_on_if_some_longer_one_pays(confidence, pays):
         verify_s = tuple((k, steps * 8e-3, 0.0) for k, steps in ((1, 1.0), (3, 1.0), (4, 1.5), (9, at_nine)))
         planner = KnapSpecPlus(gamma_max=8)
         planner.prices = Prices(replace(latency_model(4, head_s=0.0, attention_s=(1e-3, 0.0)), verify_s=verify_s), 4, True)
-        planner.chosen, planner.verify_s = Candidate("full", skip_set, 0.9, Candidate("full")), planner.prices.verify_s(0, 8)
+        planner.chosen, planner.verify_s = Candidate("full", skip_set, 0.9, (Candidate("full"),)), planner.prices.verify_s(0, 8)
         assert planner.keep_drafting(session, Plan(skip_set, 8, 0.9, 1 / 8e-3), [confidence] * 2) == expected
 
 
@@ -248,12 +248,11 @@ def test_of_ways_the_fastest_that_is_accepted_is_taken(monkeypatch):
 
 @pytest.mark.parametrize("way, value", [("half", math.nan), ("int8", math.inf)])
 def test_a_way_that_overflows_ends_no_run(monkeypatch, way, value):
-    """Its drafts are empty, each counts as one token rejected. Measured: 15 rounds, then every third, 1.15 times plain decoding."""
+    """Its drafts are empty, and the first ones say enough."""
     machine_s, overflow = _priced(**{way: 4e-3, "sound": 6e-3}), {way: lambda logits: logits * value}
     run = _run(_with_ways(**overflow), machine_s, monkeypatch, ways=[way])
     gammas = [round.plan.gamma for round in run.rounds]
-    assert run.generation.drafted == 0 and gammas[0] >= 4 and 0 in gammas[:16] and max(gammas[16:]) == 1
-    assert sum(gammas[16:]) < 0.4 * len(gammas[16:]) and run.slower < 1.16  # each costs one draft token
+    assert run.generation.drafted == 0 and gammas[0] >= 4 and sum(gamma > 0 for gamma in gammas) <= 5 and run.slower < 1.04
     both = _run(_with_ways(**overflow, sound=None), machine_s, monkeypatch, ways=[way, "sound"])
     assert both.generation.accepted == both.generation.drafted > 80 and both.slower < 0.8
 
