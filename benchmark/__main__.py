@@ -11,8 +11,6 @@ COMMANDS = {  # name -> (file, what it does)
     "compare": ("compare", "knapspec+, knapspec, its rivals and plain decoding on the same prompts"),
     "parts": ("parts", "what each part of the adaptive planner brings: left out in turn, and added one by one"),
     "documents": ("documents", "long documents, summarised or asked about"),
-    "tpt": ("predictions", "predicted against measured speed of many drafts"),
-    "context": ("context", "latencies, what is skipped and speed-up as contexts grow"),
     "sweep": ("sweep", "find the best fixed plan, skip set and gamma, by trying many"),
     "plant": ("planted", "double a model's layers with sublayers that hardly matter"),
 }

@@ -1,42 +1,19 @@
 """`compare`: methods side by side on the same prompts, every run held against a run of plain decoding next to it."""
 
-import functools
 import importlib.util
 import statistics
 
-from benchmark import commands, plots
-from benchmark.methods import longest
+from benchmark import commands
+from benchmark.methods import race
 from benchmark.results import heading, shown, table
-from benchmark.runs import decode, median, other_texts, runs_of, side_by_side
-from benchmark.texts import encoded
-from benchmark.theirs import THEIRS, make_theirs
-from cli.methods import METHODS, make_planner
+from benchmark.runs import median, other_texts, runs_of
+from benchmark.theirs import THEIRS
+from cli.methods import METHODS
 from cli.options import number
 from rivals import RIVALS
-from rivals.draft_verify import DraftVerify
 
 
-def make_methods(names, model, tokenizer, folder, results, *, context, options, search_s, progress=True):
-    """{name: method} for names of METHODS and THEIRS. Planners last for all prompts: some go on learning.
-
-    context: tokens of the longest text. What draft_verify finds stays in the results, so that it searches only once.
-    """
-
-    made = functools.partial(make_planner, model=model, tokenizer=tokenizer, context=context, progress=progress)
-
-    def search():
-        planner, _ = made("draft_verify", search_s=search_s)
-        return {"skip_set": sorted(planner.skip_set), "search_s": planner.search_s}
-
-    def planner(name):
-        return DraftVerify(frozenset(results.once("search/draft_verify", search)["skip_set"])) if name == "draft_verify" else made(name)[0]
-
-    methods = {name: functools.partial(decode, model, planner=planner(name), **options) for name in names if name not in THEIRS}
-    theirs = [name for name in names if name in THEIRS]
-    return methods | (make_theirs(model, folder, theirs, options) if theirs else {})
-
-
-def summary(name, found, search_s=0.0):
+def summary(name, found):
     """One method over all prompts: a row of the table, as a dict without what it has no figures for."""
     runs = runs_of(found, name)
     values = [run["speedup"] for run in runs if run["speedup"] is not None]
@@ -57,7 +34,7 @@ def summary(name, found, search_s=0.0):
     if total["rounds"]:
         row["tokens_per_round"] = (total["new_tokens"] - len(runs)) / total["rounds"]
         row["plan_share"] = (seconds["plan"] - total["search_s"]) / (seconds["total"] - seconds["prefill"])
-    return row | {"search_s": total["search_s"] + search_s or None}  # most methods do not search
+    return row | {"search_s": max(run["searched_s"] for run in runs) or None}  # most methods do not search
 
 
 COLUMNS = {
@@ -95,30 +72,16 @@ def names_here():
 
 def add_options(add):
     commands.add_model(add)
-    commands.add_amount(add, new_tokens=128, plot=True)
-    add("--methods", type=commands.names_of(names_here()), default=names_here(), metavar="LIST",
-        help=f"some of {','.join(names_here())} (default: all)")  # fmt: skip
-    add("--search-seconds", type=number(float, 0), default=120.0, metavar="S",
-        help="for draft_verify's search, before the first prompt (default: %(default)s)")  # fmt: skip
-    add("--raw", action="store_true", help="no chat template: continue the prompts as they stand")
+    commands.add_amount(add, new_tokens=128)
+    names = names_here()
+    add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of {', '.join(names)} (default: all)")
     add("--temperature", type=number(float, 0), default=0.0, metavar="T", help="0: always the likeliest token (default)")
     add("--top-p", type=number(float, 0, 1), default=1.0, metavar="P", help="sample from the likeliest up to this mass")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="for sampling (default: %(default)s)")
 
 
 def run(arguments):
-    model, tokenizer, prompts = commands.prepare(arguments)
-    prompts = encoded(prompts, tokenizer, model.config, arguments.raw)
-    results = commands.results_of(arguments, model=model, prompts=prompts)
-    options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    options["eos_ids"] = tokenizer.eos_ids
-    make = functools.partial(
-        make_methods, arguments.methods, model, tokenizer, arguments.model, results, options=options,
-        context=min(longest(prompts, arguments.max_new_tokens), model.config.max_position), search_s=arguments.search_seconds,
-    )  # fmt: skip
-    found = side_by_side(results, model, prompts, make, options=options, repeats=arguments.repeats, key="prompt/")
-    searched = results.data["runs"].get("search/draft_verify", {"search_s": 0.0})["search_s"]
-    results.save(rows=[summary(name, found, searched if name == "draft_verify" else 0.0) for name in arguments.methods])
-    if arguments.plot:
-        plots.speedups_of({"": found}, {name: name for name in arguments.methods}, arguments.plot)
+    model, tokenizer, prompts, results = commands.prepare(arguments)
+    options = {name: getattr(arguments, name) for name in ("repeats", "max_new_tokens", "temperature", "top_p")}
+    found = race(results, arguments.methods, model, tokenizer, prompts, folder=arguments.model, lasting=True, **options)
+    results.save(rows=[summary(name, found) for name in arguments.methods])
     return report(results.data, found, model.config.n_layer)

@@ -1,12 +1,10 @@
 """`documents`: long documents that exist wherever Python does, summarised or asked about, by knapspec+ and by the yardstick."""
 
-import functools
-
 from benchmark import commands
-from benchmark.methods import make_methods
+from benchmark.methods import race
 from benchmark.results import heading, table
-from benchmark.runs import geometric_mean, other_texts, runs_of, side_by_side, speedups
-from benchmark.texts import DOCUMENTS, documents, spread
+from benchmark.runs import geometric_mean, other_texts, runs_of, speedups
+from benchmark.texts import DOCUMENTS, documents
 
 METHODS = ("knapspec+", "uniform")
 
@@ -32,10 +30,7 @@ def add_options(add):
 
 
 def run(arguments):
-    model, tokenizer, _ = commands.prepare(arguments)
-    prompts = documents(tokenizer, model.config, spread(list(DOCUMENTS), arguments.limit or len(DOCUMENTS)))
-    results = commands.results_of(arguments, model=model, prompts=prompts)
-    options = {"max_new_tokens": arguments.max_new_tokens, "eos_ids": tokenizer.eos_ids}
-    make = functools.partial(make_methods, METHODS, model, tokenizer, prompts, options)
-    found = side_by_side(results, model, prompts, make, options=options, repeats=arguments.repeats)
+    model, tokenizer, prompts, results = commands.prepare(arguments, documents)
+    amount = {"max_new_tokens": arguments.max_new_tokens, "repeats": arguments.repeats}
+    found = race(results, METHODS, model, tokenizer, prompts, **amount)
     return "\n".join([*heading("documents", results.data, [len(ids) for _, ids in prompts]), *documents_table(found)])

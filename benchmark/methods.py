@@ -1,8 +1,9 @@
-"""The methods that commands measure, by name: those of the command line, and knapspec+ without some of its parts."""
+"""Methods by name: those of the command line, knapspec+ without some of its parts, and transformers'; and how they take turns."""
 
-from profile import latency_model
+import functools
 
-from benchmark.runs import fresh
+from benchmark.runs import decode, fresh, side_by_side
+from benchmark.theirs import THEIRS, make_theirs
 from beyond.adaptive import KnapSpecPlus
 from beyond.ways import add_ways
 from cli.methods import make_planner
@@ -16,23 +17,32 @@ def without(*parts):
 FULL_SKIP = without("ways", "lookup")  # skipping alone, as by --choices full,skip
 
 
-def longest(prompts, new_tokens):
-    """Tokens of the longest of [(id, token ids)] with the new ones."""
-    return max(len(ids) for _, ids in prompts) + new_tokens
+def make_methods(names, model, tokenizer, prompts, options, *, folder=None, lasting=False):
+    """{name: method} for [(id, token ids)]. options: of decode(); folder: the model's, for transformers.
 
+    Each run has a new planner, as a command has one; or, if lasting, the same for all prompts: some go on learning.
+    """
 
-def latency_for(model, context, gamma_max=16):
-    """The LatencyModel for contexts of up to so many tokens."""
-    return latency_model(model, context=min(context, model.config.max_position), gamma_max=gamma_max, progress=True)
-
-
-def make_methods(names, model, tokenizer, prompts, options):
-    """{name: method} for [(id, token ids)], each run by a new planner. options: of decode()."""
-    ways, context = add_ways(model, progress=True), longest(prompts, options["max_new_tokens"])
+    context = max(len(ids) for _, ids in prompts) + options["max_new_tokens"]
 
     def planner(name):
         name, _, parts = name.partition(" without ")
         whole, latency = make_planner(name, model, tokenizer, context=context, progress=True)
-        return KnapSpecPlus(latency, ways=ways, without=parts.split(",")) if parts else whole
+        return KnapSpecPlus(latency, ways=add_ways(model, progress=True), without=parts.split(",")) if parts else whole
 
-    return {name: fresh(model, planner(name), options) for name in names}
+    def method(name):
+        return functools.partial(decode, model, planner=planner(name), **options) if lasting else fresh(model, planner(name), options)
+
+    theirs = [name for name in names if name in THEIRS]
+    return {name: method(name) for name in names if name not in THEIRS} | (make_theirs(model, folder, theirs, options) if theirs else {})
+
+
+def race(results, names, model, tokenizer, prompts, *, repeats, key="", planners=(), folder=None, lasting=False, **options):
+    """side_by_side() of methods by their names. planners: {name: planner} that race as well; options: of decode()."""
+    options = {"eos_ids": tokenizer.eos_ids, **options}
+
+    def make():
+        methods = make_methods(names, model, tokenizer, prompts, options, folder=folder, lasting=lasting)
+        return methods | {name: fresh(model, planner, options) for name, planner in dict(planners).items()}
+
+    return side_by_side(results, model, prompts, make, options=options, repeats=repeats, key=key)

@@ -3,14 +3,15 @@
 A row is a name of methods.py; it is measured once, in whatever tables it stands.
 """
 
-import functools
+import importlib.util
+from pathlib import Path
 
-from benchmark import commands, plots
-from benchmark.methods import FULL_SKIP, make_methods, without
-from benchmark.models import models_at
+from benchmark import commands
+from benchmark.bench import Bench
+from benchmark.methods import FULL_SKIP, race, without
 from benchmark.results import heading, machine, table
-from benchmark.runs import geometric_mean, other_texts, side_by_side, speedups
-from benchmark.texts import documents, own_prompts
+from benchmark.runs import geometric_mean, other_texts, speedups
+from benchmark.texts import documents
 from beyond.adaptive import PARTS
 
 # Groups of rows: label -> method.
@@ -23,18 +24,17 @@ TEXTS = {"smollm2": "smollm2", "split": "split", "blocks": "blocks", "documents"
 TWO_DOCUMENTS = ("debugger", "types")  # of 4,000 and 6,000 tokens
 
 
-def measure(results, models, texts, methods, *, limit, max_new_tokens, repeats):
+def measure(bench, texts, methods):
     """-> {texts: what side_by_side() returns of these methods}."""
     found = {}
     for name in texts:
-        model, tokenizer = models.load(TEXTS[name])
-        options = {"max_new_tokens": max_new_tokens, "eos_ids": tokenizer.eos_ids}
+        model, tokenizer = bench.load(TEXTS[name])
         if name == "documents":
-            prompts = documents(tokenizer, model.config, TWO_DOCUMENTS[:limit])
+            prompts = documents(tokenizer, model.config, TWO_DOCUMENTS[: bench.limit])
         else:
-            prompts = own_prompts(limit, tokenizer, model.config)
-        make = functools.partial(make_methods, methods, model, tokenizer, prompts, options)
-        found[name] = side_by_side(results, model, prompts, make, options=options, repeats=repeats, key=f"{name}/")
+            prompts = bench.prompts(bench.limit, tokenizer, model.config)
+        amount = {"max_new_tokens": bench.max_new_tokens, "repeats": bench.repeats}
+        found[name] = race(bench.results, methods, model, tokenizer, prompts, key=f"{name}/", **amount)
     return found
 
 
@@ -52,20 +52,46 @@ def parts_table(found, group, before):
     return table(["planner", *found], rows)
 
 
+def draw(found, group, path):
+    """A bar is a geometric mean over prompts, a dot one of them. found: as of measure(); group: label -> method."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(4.5 * len(found), 3.5), layout="constrained")
+    for axes, (title, of) in zip(drawn.subplots(1, len(found), squeeze=False)[0], found.items()):
+        for label, method in reversed(group.items()):
+            values = list(speedups(of, method).values())
+            axes.barh([label], [geometric_mean(values)], color="tab:blue", alpha=0.4)
+            axes.plot(values, [label] * len(values), ".", color="tab:blue", markersize=3)
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set(xlabel="speed-up over plain decoding", title=title)
+    drawn.savefig(path, dpi=120)
+
+
+def check_picture(path):
+    """Raises ValueError, before any work, where no picture can be drawn there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs the package matplotlib: pip install matplotlib")
+    if Path(path).suffix not in (".png", ".svg", ".pdf") or not Path(path).resolve().parent.is_dir():
+        raise ValueError(f"--plot {path} cannot be drawn: name a .png, .svg or .pdf file in a folder that is there")
+
+
 def add_options(add):
-    commands.add_amount(add, new_tokens=96, limit=24, plot=True, planted=True)
+    commands.add_amount(add, new_tokens=96, limit=24)
+    commands.add_planted(add)
     names = [*GROUPS, *TEXTS]
-    add("--only", type=commands.names_of(names), default=names, metavar="LIST",
-        help=f"groups of rows and texts: some of {','.join(names)}; all of a sort of which none is named")  # fmt: skip
+    about = f"groups of rows and texts: some of {', '.join(names)}; all of a sort of which none is named"
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=about)
+    add("--plot", metavar="FILE", help="draw a picture, for example result.png")
 
 
 def run(arguments):
-    commands.check_files(arguments)
+    if arguments.plot:
+        check_picture(arguments.plot)
     groups, texts = ({name: of for name, of in every.items() if name in arguments.only} or every for every in (GROUPS, TEXTS))
     methods = list(dict.fromkeys(method for group in groups.values() for method in group.values()))
     results = commands.results_of(arguments, machine() | {"methods": methods})
-    with models_at(arguments.planted) as models:
-        found = measure(results, models, texts, methods, limit=arguments.limit, max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats)
+    amount = {name: getattr(arguments, name) for name in ("limit", "max_new_tokens", "repeats", "planted")}
+    found = measure(Bench(results, **amount), texts, methods)
     lines = heading("parts", results.data, [prompt["prompt_tokens"] for of in found.values() for prompt in of.values()])
     if "left_out" in groups:
         lines += [*parts_table(found, LEFT_OUT, dict.fromkeys(list(LEFT_OUT)[1:], "knapspec+")), ""]
@@ -73,7 +99,7 @@ def run(arguments):
     if ladder:
         lines += [*parts_table(found, ladder, dict(zip(list(LADDER)[1:], LADDER)) if "ladder" in groups else {}), ""]
     if arguments.plot:
-        plots.speedups_of(found, ladder or LEFT_OUT, arguments.plot)
+        draw(found, ladder or LEFT_OUT, arguments.plot)
     counts = ", ".join(f"{len(of)} of {name}" for name, of in found.items())
     notes = (
         f"Speed-up over the plain run beside it: geometric mean over prompts ({counts}) of the median of {arguments.repeats}, the lowest "

@@ -41,7 +41,7 @@ def epsilons(kind, n_layer, epsilon):
     return {item: epsilon + (last - epsilon) * i / (len(items) - 1) for i, item in enumerate(items)}
 
 
-def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
+def plant(out, *, kind, model=None, epsilon=0.02):
     """Writes a checkpoint with known redundancy to the folder out: each layer of a real model becomes two.
 
     Both layers of a pair hold the real layer's weights, but those in `planted_items(kind, ...)` add only epsilon
@@ -56,7 +56,7 @@ def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
         raise ValueError(f"{out} exists and is not empty: pass a new folder as --out, or delete it first")
     if not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon {epsilon} is not between 0 and 1: pass a small number such as 0.02")
-    model = default_model_folder(progress=progress) if model is None else model
+    model = default_model_folder() if model is None else model
     fetch = fetcher(model)
     raw = read_json(fetch("config.json"))
     config = read_config(raw)
@@ -67,7 +67,7 @@ def plant(out, *, kind, model=None, epsilon=0.02, progress=True):
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".unfinished-", ignore_cleanup_errors=True) as work:
         made = Path(work, "model")
         made.mkdir()
-        _write_planted(made / "model.safetensors", entries, epsilons(kind, 2 * config.n_layer, epsilon), progress)
+        _write_planted(made / "model.safetensors", entries, epsilons(kind, 2 * config.n_layer, epsilon))
         source = Path(model).resolve().name if Path(model).is_dir() else model  # no path of this machine
         origin = {"kind": kind, "epsilon": f"{epsilon} to {SOFTEST}" if kind == "soft" else epsilon, "source": source}
         (made / "config.json").write_text(json.dumps(_planted_config(raw) | {"knapspec_planted": origin}, indent=2), "utf-8")
@@ -89,7 +89,7 @@ def _planted_config(raw):
     return planted
 
 
-def _write_planted(path, entries, factors, progress):
+def _write_planted(path, entries, factors):
     """Writes the tensors of a planted model as one safetensors file, holding one of them at a time.
 
     entries: what find_tensors returns for the source. factors: by which the output of redundant items is scaled.
@@ -111,7 +111,7 @@ def _write_planted(path, entries, factors, progress):
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for entry, factor in tqdm(recipe.values(), desc="planting", unit="tensor", disable=None if progress else True, leave=False):
+        for entry, factor in tqdm(recipe.values(), desc="planting", unit="tensor", disable=None, leave=False):
             ((_, tensor),) = read_tensors({"": entry}, "cpu", DTYPES[entry[1]], progress=False)
             if factor != 1:
                 tensor.mul_(factor)

@@ -1,37 +1,25 @@
 """Rows of `speed` that hold a method against plain decoding on some texts, one run beside the other in alternating order."""
 
 import functools
+import importlib.util
+import statistics
 from collections.abc import Callable
-from pydoc_data.topics import topics
 from typing import NamedTuple
 
 from benchmark import texts
 from benchmark.bench import Bench, Row
-from benchmark.methods import FULL_SKIP, latency_for, longest, make_methods
-from benchmark.runs import (
-    fresh,
-    geometric_mean,
-    other_texts,
-    runs_of,
-    side_by_side,
-    speedups,
-)
-from benchmark.sweep import contenders, sweep, told
-from beyond.ways import WAYS, add_ways
-from decoding import FixedPlanner, Plan
+from benchmark.methods import FULL_SKIP, race
+from benchmark.runs import geometric_mean, median, other_texts, runs_of, speedups
+from benchmark.sweep import best_plans, plan_of
+from decoding import FixedPlanner
 
 
 def short_answers(bench, tokenizer, config):
-    return texts.encoded(list(texts.SHORT.items())[: bench.n_prompts], tokenizer, config)
-
-
-def prose(bench, tokenizer, config):
-    """Long texts to continue: what Python says about itself."""
-    return [(str(n), texts.running_text(topics.values(), tokenizer, n)) for n in ((256,) if bench.quick else (4000, 7000))]
+    return texts.encoded(list(texts.SHORT.items())[: bench.limit], tokenizer, config)
 
 
 def documents(bench, tokenizer, config):
-    return texts.documents(tokenizer, config, texts.spread(list(texts.DOCUMENTS), bench.n_prompts))
+    return texts.documents(tokenizer, config, texts.spread(list(texts.DOCUMENTS), bench.limit))
 
 
 class Race(NamedTuple):
@@ -51,7 +39,6 @@ class Race(NamedTuple):
 RACES = {
     "prompts": Race("knapspec+, SmolLM2, the prompts", functools.partial(Bench.prompts, count=24), 2.0, 1.5),
     "short": Race("knapspec+, SmolLM2, answers of one to forty tokens", short_answers, 1.4, 0.98, new_tokens=256),
-    "prose": Race("knapspec+, SmolLM2, 4,000 and 7,000 tokens of prose continued", prose, 1.4, 1.35),
     "documents": Race("knapspec+, SmolLM2, documents of 3,200 to 7,000 tokens", documents, 1.4, 1.0),
     "bfloat16": Race("knapspec+, SmolLM2, in bfloat16", least=0.98, dtype="bfloat16"),
     "split": Race("knapspec+, planted SmolLM2 `split`", of_fixed=0.95, model="split"),
@@ -60,45 +47,32 @@ RACES = {
 }
 
 
-def find_fixed(bench, race):
-    """The best fixed plan for a race's model, told()."""
-    model, tokenizer = bench.models.load(race.model)
-    prompts = bench.prompts(4, tokenizer, model.config)
-    ways = ["full", *(way for way in add_ways(model) if WAYS[way].whole and race.method != FULL_SKIP)]
-    latency, ids = latency_for(model, longest(prompts, bench.max_new_tokens)), [ids for _, ids in prompts]
-    plans = contenders(model, ids[0], latency, kind=race.model, ways=ways)
-    plans, new_tokens = (plans[::8], 8) if bench.quick else (plans, 32)
-    return told(*sweep(model, ids, plans, max_new_tokens=new_tokens, progress=bench.progress)[-1][0])
-
-
 def run_race(bench, name):
     """{text: its runs}: of both methods and, where the row asks for it, of the best fixed plan."""
-    race = RACES[name]
-    best = bench.results.once(f"sweep/{name}", functools.partial(find_fixed, bench, race)) if race.of_fixed else None
-    model, tokenizer = bench.models.load(race.model, race.dtype)
-    prompts = race.prompts(bench, tokenizer=tokenizer, config=model.config)
-    options = {"max_new_tokens": race.new_tokens or bench.max_new_tokens, "eos_ids": tokenizer.eos_ids}
+    asked = RACES[name]
 
-    def methods():
-        made = make_methods(("knapspec+", FULL_SKIP), model, tokenizer, prompts, options)
-        if best:
-            plan = Plan(frozenset(best["skip_set"]), best["gamma"], choices=best["choices"] and tuple(best["choices"]))
-            made["fixed"] = fresh(model, FixedPlanner(plan), options)
-        return made
+    def find_fixed():
+        model, tokenizer = bench.load(asked.model)
+        prompts = bench.prompts(4, tokenizer, model.config)
+        return best_plans(model, prompts, kind=asked.model, skip_only=asked.method == FULL_SKIP)[-1][0]
 
-    return side_by_side(bench.results, model, prompts, methods, options=options, repeats=bench.repeats, key=f"{name}/", progress=bench.progress)
+    planners = {"fixed": FixedPlanner(plan_of(bench.results.once(f"sweep/{name}", find_fixed)))} if asked.of_fixed else {}
+    model, tokenizer = bench.load(asked.model, asked.dtype)
+    prompts = asked.prompts(bench, tokenizer=tokenizer, config=model.config)
+    amount = {"max_new_tokens": asked.new_tokens or bench.max_new_tokens, "repeats": bench.repeats}
+    return race(bench.results, ("knapspec+", FULL_SKIP), model, tokenizer, prompts, key=f"{name}/", planners=planners, **amount)
 
 
 def against_plain(bench, name):
-    race, found = RACES[name], run_race(bench, name)
-    values = speedups(found, race.method)
-    mean, least, runs = geometric_mean(values.values()), min(values.values()), runs_of(found, race.method)
-    checks = [(f"mean ≥ {race.mean}×", mean, race.mean), (f"≥ {race.least}× on any", least, race.least)]
+    asked, found = RACES[name], run_race(bench, name)
+    values = speedups(found, asked.method)
+    mean, least, runs = geometric_mean(values.values()), min(values.values()), runs_of(found, asked.method)
+    checks = [(f"mean ≥ {asked.mean}×", mean, asked.mean), (f"≥ {asked.least}× on any", least, asked.least)]
     text = f"mean {mean:.2f}×, {least:.2f}× at least, drafts in {sum(run['drafted'] > 0 for run in runs)} of {len(runs)} runs"
     details = {"speedups": values}
-    if race.of_fixed:
+    if asked.of_fixed:
         fixed = geometric_mean(speedups(found, "fixed").values())
-        checks.append((f"≥ {race.of_fixed:.0%} of the best fixed plan", mean / fixed, race.of_fixed))
+        checks.append((f"≥ {asked.of_fixed:.0%} of the best fixed plan", mean / fixed, asked.of_fixed))
         text, details["fixed"] = f"{text}, {mean / fixed:.0%} of the best fixed plan's {fixed:.2f}×", fixed
     checks = [check for check in checks if check[2] is not None]
     met = all(value >= wanted for _, value, wanted in checks)
@@ -114,5 +88,51 @@ def skipping_alone(bench):
     return Row("≥ 0.98× on any text", text, values[worst] >= 0.98, {"speedups": values})
 
 
-ROWS = {name: (race.what, functools.partial(against_plain, name=name)) for name, race in RACES.items()}
-ROWS["full_skip"] = ("skipping alone, SmolLM2: prompts, short answers, documents", skipping_alone)
+def plans_of(bench):
+    """{texts: runs of knapspec+}, as the races have them."""
+    return {name: runs_of(run_race(bench, name), "knapspec+") for name in ("prompts", "split", "blocks", "short")}
+
+
+def planning(bench):
+    """Planning's part of a generation: the median over the runs on each model, and over short answers."""
+    parts = {name: median(run["seconds"]["plan"] / run["seconds"]["total"] for run in runs) for name, runs in plans_of(bench).items()}
+    return Row("≤ 5%", ", ".join(f"{part:.1%} on {name}" for name, part in parts.items()), max(parts.values()) <= 0.05, parts)
+
+
+def alpha(bench):
+    """The α by which knapspec+ decided, mean over a text's drafted tokens, against how many of them were accepted."""
+    runs = [run for some in plans_of(bench).values() for run in some if run["tried"]]
+    if not runs:
+        return Row("mean error ≤ 0.05", "nothing was drafted", None, {})
+    error = statistics.mean(abs(run["expected"] - run["accepted"]) / run["tried"] for run in runs)
+    return Row("mean error ≤ 0.05", f"mean error {error:.3f} in {len(runs)} runs with drafts", error <= 0.05, {"error": error})
+
+
+def against_theirs(bench, *, theirs, ours, wanted):
+    """A method, or None for plain decoding, against one of transformers' with the same weights; worst kind of prompt."""
+    if importlib.util.find_spec("transformers") is None:
+        return Row(f"≥ {wanted}×", "transformers is not installed", None, {})
+    model, tokenizer = bench.load("smollm2")
+    prompts = bench.prompts(24, tokenizer, model.config)
+    methods, amount = ("knapspec+", "transformers", "transformers_prompt_lookup"), {"max_new_tokens": bench.max_new_tokens, "repeats": bench.repeats}
+    found = race(bench.results, methods, model, tokenizer, prompts, key="transformers/", folder=bench.folder("smollm2"), **amount)
+    gains, kinds = speedups(found, ours), {}
+    for prompt_id, speedup in speedups(found, theirs).items():
+        kinds.setdefault(prompt_id.partition("-")[0], []).append(gains.get(prompt_id, 1) / speedup)  # 1: plain decoding's
+    kinds = {kind: geometric_mean(values) for kind, values in kinds.items()}
+    worst, runs = min(kinds, key=kinds.get), runs_of(found, theirs)
+    same = f"the same text in {sum(run['identical'] for run in runs)} of {len(runs)} runs"
+    text = f"{kinds[worst]:.2f}× at least ({worst}), mean {geometric_mean(kinds.values()):.2f}×, {same}"
+    return Row(f"≥ {wanted}× on any kind of prompt", text, kinds[worst] >= wanted, {"kinds": kinds})
+
+
+ROWS = {
+    "transformers": ("plain decoding against transformers' generate",
+                     functools.partial(against_theirs, theirs="transformers", ours=None, wanted=1.7)),
+    "prompt_lookup": ("knapspec+ against transformers' prompt lookup",
+                      functools.partial(against_theirs, theirs="transformers_prompt_lookup", ours="knapspec+", wanted=1.5)),
+    **{name: (asked.what, functools.partial(against_plain, name=name)) for name, asked in RACES.items()},
+    "full_skip": ("skipping alone, SmolLM2: prompts, short answers, documents", skipping_alone),
+    "planning": ("planning's part of a generation, and of short answers", planning),
+    "alpha": ("predicted α against the part accepted", alpha),
+}  # fmt: skip

@@ -13,16 +13,18 @@ from loading.default_model import default_model_folder
 
 
 class Results:
-    """Everything measured so far, by key; at `path` as soon as it is there.
+    """Everything measured so far, by key; at `path` as soon as it is there, and what the file holds is not measured again.
 
-    settings: what the figures depend on, as JSON can hold it. resume: what the file holds is not measured again. Raises
-    ValueError where the file was made with other settings, or is none of ours.
+    settings: what the figures depend on, as JSON can hold it. Raises ValueError, before any work, where the file cannot be
+    written, was made with other settings, or is none of ours.
     """
 
-    def __init__(self, settings, path=None, resume=False):
+    def __init__(self, settings, path=None):
         settings = json.loads(json.dumps(settings))
-        self.path = check_file(path, resume)
+        self.path = path and Path(path)
         self.data = {"date": datetime.date.today().isoformat(), "settings": settings, "runs": {}}
+        if self.path:
+            check_writable(self.path)
         if self.path and self.path.exists():
             self.data = _read(self.path, settings)
 
@@ -38,19 +40,6 @@ class Results:
         self.data |= conclusions
         if self.path:
             write_json(self.path, self.data)
-
-
-def check_file(path, resume):
-    """The Path to keep results at, or None. Raises ValueError, before any work, where they cannot be kept there."""
-    if path is None:
-        if resume:
-            raise ValueError("--resume continues the file that --json names: name it")
-        return None
-    path = Path(path)
-    check_writable(path)
-    if path.exists() and not resume:
-        raise ValueError(f"--json {path} exists: add --resume to continue it, or name another file")
-    return path
 
 
 def _read(path, settings):

@@ -38,7 +38,8 @@ def decode(model, prompt_ids, planner, *, seed=0, **options):
 
     tried: drafted tokens up to and including the first that was rejected, so that accepted / tried is the chance that
     one is accepted; expected: how many of them the plans' α promised. used: {"attention" or "mlp": {"skip", or how it
-    was kept: sublayers, summed over the tokens that a model drafted}}. search_s: a part of the seconds for planning.
+    was kept: sublayers, summed over the tokens that a model drafted}}. search_s: a part of the seconds for planning;
+    searched_s: what the planner has searched so far, before this run as well.
     """
     recorder, searched_s = Recorder(planner), getattr(planner, "search_s", 0.0)
     generation = generate(model, prompt_ids, planner=recorder, rng=torch.Generator().manual_seed(seed), **options)
@@ -51,7 +52,8 @@ def decode(model, prompt_ids, planner, *, seed=0, **options):
         for item in range(2 * model.config.n_layer if r.drafted and not r.plan.tokens else 0):
             way = "skip" if item in r.plan.skip_set else r.plan.choices[item] if r.plan.choices else "full"
             run["used"]["mlp" if item % 2 else "attention"][way] += r.drafted
-    return run | {"search_s": getattr(planner, "search_s", 0.0) - searched_s}
+    searched_now_s = getattr(planner, "search_s", 0.0)
+    return run | {"search_s": searched_now_s - searched_s, "searched_s": searched_now_s}
 
 
 def fresh(model, planner, options):
@@ -81,51 +83,38 @@ def probe(model, prompt_ids, look, *, window):
 # --- Runs that take turns --------------------------------------------------------------------------------------------
 
 
-def paired(plain, others, *, repeats=1, backwards=False):
-    """Runs each of `others` ({name: function}) beside plain() -> yields the runs, each with its speed-up over plain.
+def beside_plain(model, prompt_ids, methods, *, options, repeats=1, backwards=False):
+    """Each method ({name: function of the ids}) beside plain decoding -> yields its runs, each with its speed-up over the plain one.
 
     Two of them share the plain run between them: a, plain, b, c, plain, d. Every other repeat, and the first if
     `backwards`, goes the other way, so that each comes before its plain run as often as after it.
+    options: of decode(). A greedy run tells whether its text is `identical` or where the `difference` is.
     """
-    names = list(others)
+    names = list(methods)
     groups = [(names[i], None, *names[i + 1 : i + 2]) for i in range(0, len(names), 2)]
     for repeat in range(repeats):
         step = 1 if repeat % 2 == backwards else -1
         for group in groups[::step]:
-            runs = {name: plain() if name is None else others[name]() for name in group[::step]}
-            reference = runs.pop(None)
+            runs = {name: decode(model, prompt_ids, Planner(), **options) if name is None else methods[name](prompt_ids) for name in group[::step]}
+            plain = runs.pop(None)
             for name, run in runs.items():
-                rates = run["tokens_per_second"], reference["tokens_per_second"]
-                yield run | {
-                    "method": name, "repeat": repeat, "speedup": rates[0] / rates[1] if all(rates) else None,
-                    "plain_tokens_per_second": rates[1], "plain_ids": reference["token_ids"],
-                }  # fmt: skip
+                token_ids, rates = run.pop("token_ids"), (run["tokens_per_second"], plain["tokens_per_second"])
+                run |= {"method": name, "repeat": repeat, "speedup": rates[0] / rates[1] if all(rates) else None}
+                if options.get("temperature", 0.0) == 0:
+                    run["identical"] = token_ids == plain["token_ids"]
+                    if not run["identical"]:
+                        run["difference"] = difference(model, prompt_ids, token_ids, plain["token_ids"])
+                yield run
 
 
-def beside_plain(model, prompt_ids, methods, *, options, repeats=1, backwards=False):
-    """Each method ({name: function of the ids}) beside plain decoding -> yields runs that tell whether the text is the same.
-
-    options: of decode(). When sampling, texts are not compared. Where a greedy text differs, `difference` says where.
-    """
-    plain = functools.partial(decode, model, prompt_ids, Planner(), **options)
-    others = {name: functools.partial(method, prompt_ids) for name, method in methods.items()}
-    for run in paired(plain, others, repeats=repeats, backwards=backwards):
-        token_ids, plain_ids = run.pop("token_ids"), run.pop("plain_ids")
-        if options.get("temperature", 0.0) == 0:
-            run["identical"] = token_ids == plain_ids
-            if not run["identical"]:
-                run["difference"] = difference(model, prompt_ids, token_ids, plain_ids)
-        yield run
-
-
-def side_by_side(results, model, prompts, make_methods, *, options, repeats=1, key="", progress=True):
+def side_by_side(results, model, prompts, make_methods, *, options, repeats=1, key=""):
     """Each method on each prompt beside plain decoding -> {prompt id: {"prompt_tokens", "runs"}}, kept after each prompt.
 
     prompts: [(id, token ids)]; key: before the id in results. make_methods() -> {name: function of a prompt's ids that
     returns a run}, called only if anything is left to do.
     """
     ready, found = functools.cache(make_methods), {}
-    bar = tqdm(prompts, unit="prompt", leave=False, disable=None if progress else True)
+    bar = tqdm(prompts, unit="prompt", leave=False, disable=None)
 
     def measure(prompt_ids, backwards):
         if not ready.cache_info().currsize:

@@ -1,7 +1,6 @@
-"""Rows of `speed` on single steps and what is around them: the forward, transformers, the profile, the start, memory."""
+"""Rows of `speed` on single steps and what is around them: the forward, the profile, the start, memory."""
 
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,56 +13,22 @@ from unittest.mock import patch
 import torch
 
 from benchmark.bench import Row
-from benchmark.methods import make_methods
-from benchmark.runs import fresh, geometric_mean, median, paired
-from benchmark.theirs import make_theirs
+from benchmark.runs import median
 from beyond.ways import add_ways
-from decoding import Planner
-from loading.config import read_config
-from loading.files import read_json
-from model import KVCache, Transformer
+from model import KVCache
 
 ROOT = Path(__file__).parent.parent
 
 
-def against_theirs(bench, *, name, wanted, new_tokens):
-    """One of ours beside one of transformers', with the same weights, behind the first token; worst kind of prompt."""
-    if importlib.util.find_spec("transformers") is None:
-        return Row(f"≥ {wanted}×", "transformers is not installed", None, {})
-    model, tokenizer = bench.models.load("smollm2")
-    prompts = bench.prompts(24, tokenizer, model.config)
-    options = {"max_new_tokens": min(new_tokens, bench.max_new_tokens), "eos_ids": tokenizer.eos_ids}
-
-    @functools.cache
-    def methods():
-        plain = name == "transformers"
-        ours = fresh(model, Planner(), options) if plain else make_methods(["knapspec+"], model, tokenizer, prompts, options)["knapspec+"]
-        return ours, make_theirs(model, bench.models.folder("smollm2"), [name], options)[name]
-
-    def race(ids):
-        ours, theirs = methods()
-        runs = list(paired(functools.partial(theirs, ids), {"ours": functools.partial(ours, ids)}, repeats=bench.repeats))
-        return {"speedup": median(run["speedup"] for run in runs), "identical": all(run["token_ids"] == run["plain_ids"] for run in runs)}
-
-    found = {prompt_id: bench.results.once(f"{name}/{prompt_id}", functools.partial(race, ids)) for prompt_id, ids in prompts}
-    kinds = {}
-    for prompt_id, result in found.items():
-        kinds.setdefault(prompt_id.partition("-")[0], []).append(result["speedup"])
-    kinds = {kind: geometric_mean(values) for kind, values in kinds.items()}
-    worst, same = min(kinds, key=kinds.get), sum(result["identical"] for result in found.values())
-    text = f"{kinds[worst]:.2f}× at least ({worst}), mean {geometric_mean(kinds.values()):.2f}×, the same text on {same} of {len(found)}"
-    return Row(f"≥ {wanted}× on any kind of prompt", text, kinds[worst] >= wanted, {"kinds": kinds})
-
-
 def step_seconds(bench):
     """{what: seconds of a forward at 256 tokens of context}: 1 and 5 tokens of the target, 1 of a draft in each way."""
-    model, _ = bench.models.load("smollm2")
+    model, _ = bench.load("smollm2")
     cache = KVCache(model.config, 261, device=model.device, dtype=model.dtype)
     cache.keys.zero_()
     cache.values.zero_()
     cache.length, tokens = 256, torch.zeros(5, dtype=torch.int64, device=model.device)
     forwards = {what: functools.partial(model, tokens[:k], cache) for what, k in (("1 token", 1), ("5 tokens", 5))}
-    for way in add_ways(model, progress=bench.progress):
+    for way in add_ways(model, progress=True):
         forwards[way] = functools.partial(model, tokens[:1], cache, choices=(way,) * (2 * model.config.n_layer + 1))
     found = {what: [] for what in forwards}
     for i in range(2 + 4 * bench.repeats):
@@ -87,8 +52,8 @@ def profile(bench):
     """The first profile of the default model with all its ways, in plain steps of its own."""
 
     def measured():
-        model, _ = bench.models.load("smollm2")
-        add_ways(model, progress=bench.progress)
+        model, _ = bench.load("smollm2")
+        add_ways(model, progress=True)
         with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, KNAPSPEC_CACHE=empty):
             start_s = time.perf_counter()
             latency = latency_model(model, context=512, gamma_max=16)
@@ -141,16 +106,14 @@ def loading_bytes(folder, dtype):
     done = subprocess.run([sys.executable, "-c", _LOAD, folder, dtype], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"loading {folder} in {dtype} failed: {done.stderr[-1000:]}")
-    with torch.device("meta"):
-        shapes = Transformer(read_config(read_json(Path(folder, "config.json")))).state_dict().values()
-    weights_bytes = sum(tensor.numel() for tensor in shapes) * getattr(torch, dtype).itemsize
+    weights_bytes = Path(folder, "model.safetensors").stat().st_size * getattr(torch, dtype).itemsize // 4  # the file is in float32
     return {"added_bytes": int(done.stdout), "weights_bytes": weights_bytes}
 
 
 def memory(bench):
     """What loading adds to a process at its peak, against the weights' own bytes. In float32 a tied head is there twice."""
     wanted = {"float32": 1.3, "bfloat16": 1.15}
-    found = {dtype: bench.results.once(f"memory/{dtype}", lambda dtype=dtype: loading_bytes(bench.models.folder("smollm2"), dtype))
+    found = {dtype: bench.results.once(f"memory/{dtype}", lambda dtype=dtype: loading_bytes(bench.folder("smollm2"), dtype))
              for dtype in wanted}  # fmt: skip
     ratios = {dtype: of["added_bytes"] / of["weights_bytes"] for dtype, of in found.items()}
     text = ", ".join(f"{ratio:.2f}× in {dtype}" for dtype, ratio in ratios.items())
@@ -158,9 +121,6 @@ def memory(bench):
 
 
 ROWS = {
-    "transformers": ("plain decoding against transformers' generate", functools.partial(against_theirs, name="transformers", wanted=1.7, new_tokens=64)),
-    "prompt_lookup": ("knapspec+ against transformers' prompt lookup",
-                      functools.partial(against_theirs, name="transformers_prompt_lookup", wanted=1.5, new_tokens=128)),
     "verify": ("time for verifying 5 tokens / for 1", functools.partial(step_ratios, wanted={"5 tokens": 1.4})),
     "draft_step": ("a draft's step / a plain step", functools.partial(step_ratios, wanted={"half": 0.42, "int8": 0.33})),
     "profile": ("the first profile, in plain steps", profile),

@@ -1,13 +1,13 @@
 """`sweep`: the best fixed plan of a model, found by trying many, which a planner that decides on the spot is held against."""
 
+from profile import latency_model
+
 from tqdm import tqdm
 
 from benchmark import commands
-from benchmark.methods import latency_for, longest
 from benchmark.planted import planted_items
 from benchmark.results import heading, table
 from benchmark.runs import beside_plain, decode, fresh, geometric_mean, probe
-from benchmark.texts import encoded
 from beyond.ways import WAYS, add_ways
 from decoding import FixedPlanner, Plan, Planner, generate
 from knapspec import integer_weights, knapsack
@@ -45,7 +45,7 @@ def contenders(model, prompt_ids, latency, *, kind=None, ways=("full",), window=
     return [Plan(s, gamma, choices=None if way == "full" else (way,) * (2 * L + 1)) for s, way in every for gamma in GAMMAS]
 
 
-def sweep(model, prompts, plans, *, max_new_tokens=32, progress=True):
+def sweep(model, prompts, plans, *, max_new_tokens=32):
     """Successive halving: [[(Plan, speed-up)]] for each round, the best first; the last round's first is the best of all.
 
     prompts: lists of ids. Every run decodes max_new_tokens, over any end of text, beside a plain run. A round takes
@@ -60,8 +60,7 @@ def sweep(model, prompts, plans, *, max_new_tokens=32, progress=True):
         chosen = prompts if last else prompts[:count]
         methods = {i: fresh(model, FixedPlanner(plan), options) for i, plan in enumerate(plans)}
         found = {i: [] for i in methods}
-        bar = tqdm(total=len(chosen) * len(plans) * (1 + last), desc=f"{len(plans)} plans", unit="run", leave=False,
-                   disable=None if progress else True)  # fmt: skip
+        bar = tqdm(total=len(chosen) * len(plans) * (1 + last), desc=f"{len(plans)} plans", unit="run", leave=False, disable=None)
         for prompt_ids in chosen:
             for run in beside_plain(model, prompt_ids, methods, options=options, repeats=1 + last):
                 found[run["method"]].append(run["speedup"])
@@ -73,13 +72,28 @@ def sweep(model, prompts, plans, *, max_new_tokens=32, progress=True):
         plans, count = [plan for plan, _ in rounds[-1][: max(len(plans) // 3, 1)]], 2 * count
 
 
+def best_plans(model, prompts, *, kind, max_new_tokens=32, skip_only=False):
+    """sweep() of contenders, each pair told as JSON can hold it. prompts: [(id, token ids)]."""
+    ids, ways = [ids for _, ids in prompts], [] if skip_only else [way for way in add_ways(model, progress=True) if WAYS[way].whole]
+    context = min(max(map(len, ids)) + max_new_tokens, model.config.max_position)
+    latency = latency_model(model, context=context, gamma_max=max(GAMMAS), progress=True)
+    plans = contenders(model, ids[0], latency, kind=kind, ways=["full", *ways])
+    rounds = sweep(model, ids, plans, max_new_tokens=max_new_tokens)
+    return [[told(*pair) for pair in pairs] for pairs in rounds]
+
+
 def told(plan, speedup):
     """A plan and its speed-up as JSON can hold them."""
     return {"skip_set": sorted(plan.skip_set), "gamma": plan.gamma, "choices": plan.choices, "speedup": speedup}
 
 
+def plan_of(values):
+    """The Plan that was told()."""
+    return Plan(frozenset(values["skip_set"]), values["gamma"], choices=values["choices"] and tuple(values["choices"]))
+
+
 def sweep_table(best, n_layer, truth=frozenset()):
-    """The plans of the last round, told(), as Markdown. truth: a planted model's redundant items; a column tells how many are skipped."""
+    """The plans of the last round of best_plans() as Markdown. truth: a planted model's redundant items; a column tells how many are skipped."""
     rows = []
     for plan in best:
         hits = f"{len(truth.intersection(plan['skip_set']))} of {len(truth)}" if truth else None
@@ -94,16 +108,8 @@ def add_options(add):
 
 
 def run(arguments):
-    model, tokenizer, prompts = commands.prepare(arguments)
-    prompts, L = encoded(prompts, tokenizer, model.config), model.config.n_layer
-    results = commands.results_of(arguments, model=model, prompts=prompts)
-    kind = (results.data["settings"]["planted"] or {}).get("kind")
-
-    def rounds():
-        ids, ways = [ids for _, ids in prompts], ["full", *(way for way in add_ways(model, progress=True) if WAYS[way].whole)]
-        plans = contenders(model, ids[0], latency_for(model, longest(prompts, arguments.max_new_tokens)), kind=kind, ways=ways)
-        return [[told(*pair) for pair in pairs] for pairs in sweep(model, ids, plans, max_new_tokens=arguments.max_new_tokens)]
-
-    best = results.once("rounds", rounds)[-1]
+    model, _, prompts, results = commands.prepare(arguments)
+    kind, L = (results.data["settings"]["planted"] or {}).get("kind"), model.config.n_layer
+    best = results.once("rounds", lambda: best_plans(model, prompts, kind=kind, max_new_tokens=arguments.max_new_tokens))[-1]
     lines = sweep_table(best, L, planted_items(kind, L) if kind else frozenset())
     return "\n".join([*heading("sweep", results.data, [len(ids) for _, ids in prompts]), *lines])

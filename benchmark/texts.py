@@ -62,9 +62,9 @@ def spread(values, count):
     return [values[i] for i in sorted({(2 * i + 1) * len(values) // (2 * count) for i in range(count)})] if values else []
 
 
-def encoded(prompts, tokenizer, config, raw=False):
+def encoded(prompts, tokenizer, config):
     """[(id, text)] -> [(id, token ids)], in the chat template if there is one. Raises ValueError."""
-    options = types.SimpleNamespace(raw=raw, system=None)
+    options = types.SimpleNamespace(raw=False, system=None)
     return [(prompt_id, encode_prompt(options, text, tokenizer, config)) for prompt_id, text in prompts]
 
 

@@ -1,17 +1,18 @@
 """compare: figures that are right, methods that keep the text, and a command line that says what is wrong."""
 
-import functools
 import importlib.util
 import json
 import re
+import types
 
 import pytest
 import torch
 
 from benchmark.__main__ import main
-from benchmark.compare import make_methods, report, summary
+from benchmark.compare import report, summary
+from benchmark.methods import make_methods, race
 from benchmark.planted import planted_items
-from benchmark.runs import decode, side_by_side
+from benchmark.runs import decode
 from benchmark.theirs import THEIRS, make_theirs
 from decoding import FixedPlanner, Plan, generate
 from loading import load
@@ -19,6 +20,7 @@ from tests.testing_benchmark import (
     CONFIG,
     OPTIONS,
     PROMPTS,
+    TOKENIZER,
     L,
     results,
     simulated,
@@ -46,9 +48,8 @@ def cache(folder, monkeypatch):
 
 def compared(model):
     """What two fixed plans give: one that drafts what is accepted, one that skips nothing."""
-    plans = {"good": Plan(planted_items("blocks", L), 3), "bad": Plan(frozenset(), 3)}
-    methods = {name: functools.partial(decode, model, planner=FixedPlanner(plan), **OPTIONS) for name, plan in plans.items()}
-    return side_by_side(results(), model, PROMPTS, lambda: methods, options=OPTIONS, progress=False)
+    planners = {"good": FixedPlanner(Plan(planted_items("blocks", L), 3)), "bad": FixedPlanner(Plan(frozenset(), 3))}
+    return race(results(), (), model, TOKENIZER, PROMPTS, repeats=1, planners=planners, **OPTIONS)
 
 
 def test_a_row_tells_a_method_s_speedup_and_what_it_drafts(monkeypatch):
@@ -77,21 +78,24 @@ def test_the_report_has_a_column_for_each_figure(monkeypatch):
 
 def test_search_while_decoding_counts_as_search_and_not_as_planning():
     run = {"method": "swift", "speedup": 1.0, "tokens_per_second": 3.0, "identical": True, "new_tokens": 31, "rounds": 10,
-           "drafted": 0, "accepted": 0, "given": 0, "search_s": 2.0,
+           "drafted": 0, "accepted": 0, "given": 0, "search_s": 2.0, "searched_s": 2.5,
            "seconds": {"plan": 3.0, "prefill": 1.0, "total": 11.0}}  # fmt: skip
-    row = summary("swift", {"a": {"runs": [run]}}, search_s=0.5)
+    row = summary("swift", {"a": {"runs": [run]}})
     assert (row["search_s"], row["plan_share"], row["tokens_per_round"]) == (2.5, 0.1, 3.0)
 
 
 # --- Methods ---------------------------------------------------------------------------------------------------------
 
 
-def test_draft_verify_takes_up_what_it_found_before():
-    kept, model = results(), random_model(CONFIG)
-    kept.once("search/draft_verify", lambda: {"skip_set": [2, 3], "search_s": 120.0})
-    methods = make_methods(["draft_verify"], model, None, None, kept, context=64, options=OPTIONS, search_s=0.0, progress=False)
-    run = methods["draft_verify"](PROMPTS[0][1])
-    assert run["used"]["attention"]["skip"] == run["used"]["mlp"]["skip"] == run["drafted"] > 0
+def test_a_lasting_planner_goes_on_learning_and_its_search_is_told(monkeypatch):
+    monkeypatch.setattr("benchmark.methods.make_planner", lambda name, *_, **__: (types.SimpleNamespace(search_s=3.0), None))
+    monkeypatch.setattr("benchmark.methods.decode", lambda model, prompt_ids, planner, **options: planner)
+    method = make_methods(["swift"], None, None, PROMPTS, OPTIONS, lasting=True)["swift"]
+    assert method([1]) is method([2])
+    model, planner = random_model(CONFIG), FixedPlanner(Plan())
+    planner.search_s = 3.0  # before the first prompt
+    run = decode(model, [1, 2], planner, **OPTIONS)
+    assert (run["search_s"], run["searched_s"]) == (0.0, 3.0)
 
 
 @needs_transformers
@@ -112,8 +116,8 @@ def test_transformers_rows_have_the_same_text(folder):
 def test_compare_prints_a_table_writes_json_and_takes_it_up_again(folder, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n{"text": "You"}\n{"text": "third"}')
     path, names = tmp_path / "out.json", ["autoregressive", "layerskip", "knapspec", "knapspec+", "uniform"]
-    command = ["compare", "--model", str(folder), "--methods", ",".join(names), "--limit", "2", "--max-new-tokens", "9",
-               "--prompts", str(tmp_path / "p.jsonl"), "--json", str(path), "--resume"]  # fmt: skip
+    command = ["compare", "--model", str(folder), "--methods", *names, "--limit", "2", "--max-new-tokens", "9",
+               "--prompts", str(tmp_path / "p.jsonl"), "--json", str(path)]  # fmt: skip
     assert main(command) == 0
     shown = capsys.readouterr().out
     data = json.loads(path.read_text())
@@ -122,8 +126,6 @@ def test_compare_prints_a_table_writes_json_and_takes_it_up_again(folder, tmp_pa
     before = path.read_bytes()
     assert main(command) == 0
     assert capsys.readouterr().out == shown and path.read_bytes() == before
-    assert main(command[:-1]) == 2
-    assert "add --resume" in capsys.readouterr().err
     assert main([*command, "--temperature", "0.5"]) == 2
     assert "was made with temperature 0.0, not 0.5" in capsys.readouterr().err
 
@@ -136,27 +138,9 @@ def test_sampled_comparison_does_not_speak_of_the_same_text(folder, tmp_path, ca
     assert "temperature 0.7, top-p 0.9" in out and re.search(r"\| layerskip .*\| +– \|\n", out)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_a_picture_is_drawn(folder, tmp_path):
-    (tmp_path / "p.txt").write_text("Hello there")
-    picture = tmp_path / "out.png"
-    assert main(["compare", "--model", str(folder), "--methods", "layerskip,asd", "--max-new-tokens", "9",
-                 "--prompts", str(tmp_path / "p.txt"), "--plot", str(picture)]) == 0  # fmt: skip
-    assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 5000
-
-
-def test_a_missing_matplotlib_is_one_line_before_any_work(folder, tmp_path, monkeypatch, capsys):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
-    monkeypatch.setattr("benchmark.commands.load", lambda *_, **__: pytest.fail("nothing is loaded"))
-    assert main(["compare", "--model", str(folder), "--methods", "asd", "--plot", str(tmp_path / "out.png")]) == 2
-    assert capsys.readouterr().err == "benchmark: --plot needs the package matplotlib: pip install matplotlib\n"
-
-
 @pytest.mark.parametrize(("arguments", "reason"), [
-    (["--methods", "layerskip,turbo"], "'turbo' is none of knapspec"), (["--limit", "0"], "whole number"),
-    (["--prompts", "absent.jsonl"], "cannot read --prompts"), (["--plot", "out.txt"], "--plot"),
-    (["--plot", "nowhere/out.png"], "is in no folder"), (["--json", "."], "is not a file"), (["--resume"], "--json names"),
+    (["--methods", "layerskip", "turbo"], "invalid choice: 'turbo'"), (["--limit", "0"], "whole number"),
+    (["--prompts", "absent.jsonl"], "cannot read --prompts"), (["--json", "."], "is not a file"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_and_status_2(folder, capsys, arguments, reason):
     assert main(["compare", "--model", str(folder), *arguments]) == 2

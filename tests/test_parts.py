@@ -1,5 +1,6 @@
 """parts and documents: every row is measured once beside plain decoding, and the tables say what each part changes."""
 
+import importlib.util
 import itertools
 import json
 
@@ -23,8 +24,9 @@ def folder(tmp_path_factory):
 def small(folder, monkeypatch, tmp_path):
     """The tiny model is the default one, and prompts are short; profiles stay out of the user's folder."""
     monkeypatch.setenv("KNAPSPEC_CACHE", str(folder.parent / "cache"))
-    monkeypatch.setattr("benchmark.models.default_model_folder", lambda progress: folder)
-    monkeypatch.setattr("benchmark.parts.own_prompts", lambda limit, *_: [("a", list(b"Once upon a time")), ("b", list(b"I am"))][:limit])
+    monkeypatch.setattr("benchmark.bench.default_model_folder", lambda: folder)
+    monkeypatch.setattr("benchmark.planted.default_model_folder", lambda: folder)
+    monkeypatch.setattr("benchmark.bench.own_prompts", lambda limit, *_: [("a", list(b"Once upon a time")), ("b", list(b"I am"))][:limit])
 
 
 def test_the_ladder_begins_with_the_paper_and_ends_with_all_parts():
@@ -45,7 +47,7 @@ def test_the_table_tells_the_mean_the_lowest_and_the_change():
 
 def test_parts_prints_two_tables_and_takes_up_where_it_was(tmp_path, capsys):
     path = tmp_path / "parts.json"
-    command = ["parts", "--limit", "1", "--max-new-tokens", "8", "--planted", str(tmp_path), "--json", str(path), "--resume"]
+    command = ["parts", "--limit", "1", "--max-new-tokens", "8", "--planted", str(tmp_path), "--json", str(path)]
     assert main([*command, "--only", "smollm2"]) == 0
     out, runs = capsys.readouterr().out, json.loads(path.read_text())["runs"]
     assert list(runs) == ["smollm2/a"] and all(run["identical"] for run in runs["smollm2/a"]["runs"])
@@ -54,22 +56,38 @@ def test_parts_prints_two_tables_and_takes_up_where_it_was(tmp_path, capsys):
     assert len(methods) == len(rows) and set(methods) == rows  # what stands in both tables is run once
     lines = [line for line in out.splitlines() if line.startswith("|")]
     assert len(lines) == 2 * 2 + len(parts.LEFT_OUT) + len(parts.LADDER) + len(parts.YARDSTICKS) and "ANOTHER TEXT" not in out
-    assert main([*command, "--only", "smollm2,blocks"]) == 0  # other texts may follow, the rows stay
+    assert main([*command, "--only", "smollm2", "blocks"]) == 0  # other texts may follow, the rows stay
     assert list(json.loads(path.read_text())["runs"]) == ["smollm2/a", "blocks/a"] and (tmp_path / "blocks").is_dir()
-    assert main([*command, "--only", "smollm2,yardsticks"]) == 2
+    assert main([*command, "--only", "smollm2", "yardsticks"]) == 2
     assert "was made with methods" in capsys.readouterr().err
 
 
 def test_a_group_of_rows_alone_and_its_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "out.png"
-    command = ["parts", "--limit", "1", "--max-new-tokens", "4", "--only", "yardsticks,documents", "--plot", str(picture)]
+    command = ["parts", "--limit", "1", "--max-new-tokens", "4", "--only", "yardsticks", "documents", "--plot", str(picture)]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:] == list(parts.YARDSTICKS)
     assert "1 of documents" in out and picture.read_bytes()[:4] == b"\x89PNG"
-    assert main(["parts", "--only", "ladder,steps"]) == 2
-    assert "'steps' is none of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [
+    (["--only", "ladder", "steps"], "invalid choice: 'steps'"), (["--plot", "out.txt"], "cannot be drawn"),
+    (["--plot", "nowhere/out.png"], "folder that is there"), (["--json", "."], "is not a file"),
+])  # fmt: skip
+def test_mistakes_are_one_line_before_any_work(monkeypatch, capsys, arguments, reason):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr("benchmark.bench.load", lambda *_, **__: pytest.fail("nothing is loaded"))
+    assert main(["parts", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
+
+
+def test_a_missing_matplotlib_is_one_line_before_any_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["parts", "--plot", str(tmp_path / "out.png")]) == 2
+    assert capsys.readouterr().err == "benchmark: --plot needs the package matplotlib: pip install matplotlib\n"
 
 
 def test_documents_are_told_one_by_one(folder, tmp_path, capsys):

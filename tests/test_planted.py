@@ -47,7 +47,7 @@ def source(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "dtype"), [("split", torch.float32), ("blocks", torch.bfloat16), ("soft", torch.float32)])
 def test_skipping_the_planted_items_gives_the_source_model(tmp_path, kind, dtype):
     source = write_source(tmp_path / "source", dtype)
-    plant(tmp_path / "planted", kind=kind, model=source, progress=False)
+    plant(tmp_path / "planted", kind=kind, model=source)
     (model, _), (original, _) = (quiet_load(folder, dtype=torch.float32) for folder in (tmp_path / "planted", source))
     tokens, wanted = torch.tensor([1, 2, 3]), logits(original)
     without = model(tokens, KVCache(model.config, 3), skip=planted_items(kind, 6))
@@ -58,7 +58,7 @@ def test_skipping_the_planted_items_gives_the_source_model(tmp_path, kind, dtype
 
 @pytest.mark.parametrize("kind", ["split", "blocks"])
 def test_at_epsilon_zero_the_planted_sublayers_add_nothing(tmp_path, source, kind):
-    plant(tmp_path / "planted", kind=kind, model=source, epsilon=0.0, progress=False)
+    plant(tmp_path / "planted", kind=kind, model=source, epsilon=0.0)
     models = [quiet_load(folder)[0] for folder in (tmp_path / "planted", source)]
     torch.testing.assert_close(*map(logits, models), rtol=1e-5, atol=1e-5)
 
@@ -78,7 +78,7 @@ def test_soft_ones_rise_over_the_layers_in_turns_on_attention_and_mlp():
 def test_planted_folder_keeps_dtypes_and_settings(tmp_path):
     source = write_source(tmp_path / "source", torch.bfloat16, layer_types=["full_attention"] * 3, max_window_layers=3)
     out = tmp_path / "new" / "planted"
-    plant(out, kind="split", model=source, progress=False)
+    plant(out, kind="split", model=source)
     raw = json.loads((out / "config.json").read_text())
     assert (raw["num_hidden_layers"], raw["max_window_layers"], len(raw["layer_types"])) == (6, 6, 6)
     assert raw["knapspec_planted"] == {"kind": "split", "epsilon": 0.02, "source": "source"}
@@ -112,7 +112,7 @@ def test_sweep_finds_the_best_of_all_plans(monkeypatch):
     assert {plan.gamma for plan in plans if plan.skip_set == truth} == set(GAMMAS)
     plans = [plan for plan in plans if plan.gamma in (1, 3, 8)]
     prompts = [[1, 2, 3], [4, 5]]
-    rounds = sweep(model, prompts, plans, max_new_tokens=9, progress=False)
+    rounds = sweep(model, prompts, plans, max_new_tokens=9)
     assert [len(results) for results in rounds[:2]] == [len(plans), len(plans) // 3]
     best, speedup = rounds[-1][0]
 
@@ -149,7 +149,7 @@ def test_sweep_prints_the_best_and_writes_all_rounds(source, tmp_path, capsys, m
     monkeypatch.setenv("KNAPSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("benchmark.sweep.GAMMAS", (1, 2))
     planted, path, text = tmp_path / "planted", tmp_path / "sweep.json", tmp_path / "p.txt"
-    plant(planted, kind="split", model=source, progress=False)
+    plant(planted, kind="split", model=source)
     text.write_text("Hello")
     assert main(["sweep", "--model", str(planted), "--prompts", str(text), "--max-new-tokens", "4", "--json", str(path)]) == 0
     out, rounds = capsys.readouterr().out, json.loads(path.read_text())["runs"]["rounds"]

@@ -6,14 +6,13 @@ import json
 import pytest
 
 from benchmark.planted import planted_items
-from benchmark.results import Results, check_file, heading, table
+from benchmark.results import Results, heading, table
 from benchmark.runs import (
     beside_plain,
     decode,
     geometric_mean,
     median,
     other_texts,
-    paired,
     side_by_side,
     speedups,
 )
@@ -105,38 +104,44 @@ def test_a_running_text_is_as_long_as_asked():
 # --- Runs that take turns --------------------------------------------------------------------------------------------
 
 
-def take_turns(count, **options):
-    """The order of the calls, and the runs; a run's token id is the number of its call, its rate grows with its name."""
-    calls = []
+@pytest.fixture
+def take_turns(monkeypatch):
+    """take_turns(count) -> the order of the calls, and the runs: each knows the number of its call, plain ones tell it as their rate."""
 
-    def run(name):
-        calls.append(name)
-        return {"token_ids": [len(calls)], "tokens_per_second": 1 + "-abcde".index(name)}
+    def take(count, **options):
+        calls = []
 
-    others = {name: functools.partial(run, name) for name in "abcde"[:count]}
-    runs = list(paired(functools.partial(run, "-"), others, **options))
-    return "".join(calls), runs
+        def run(name, *_, **__):
+            calls.append(name)
+            return {"token_ids": [1], "call": len(calls), "tokens_per_second": len(calls) if name == "-" else 10.0}
+
+        monkeypatch.setattr("benchmark.runs.decode", functools.partial(run, "-"))
+        others = {name: functools.partial(run, name) for name in "abcde"[:count]}
+        runs = list(beside_plain(None, [1], others, options={}, **options))
+        return "".join(calls), runs
+
+    return take
 
 
-def test_runs_take_turns():
+def test_runs_take_turns(take_turns):
     assert take_turns(3, repeats=2)[0] == "a-bc-" + "-cb-a"
     assert take_turns(2, repeats=1, backwards=True)[0] == "b-a"
 
 
 @pytest.mark.parametrize("count", range(1, 6))
 @pytest.mark.parametrize("backwards", [False, True])
-def test_each_comes_as_often_before_as_behind(count, backwards):
+def test_each_comes_as_often_before_as_behind(take_turns, count, backwards):
     _, runs = take_turns(count, repeats=4, backwards=backwards)
     assert sorted(run["method"] for run in runs) == sorted("abcde"[:count] * 4)
     for name in "abcde"[:count]:
-        steps = [run["plain_ids"][0] - run["token_ids"][0] for run in runs if run["method"] == name]
-        assert sorted(steps) == [-1, -1, 1, 1]
-        assert {run["speedup"] for run in runs if run["method"] == name} == {1 + "-abcde".index(name)}
+        steps = [10.0 / run["speedup"] - run["call"] for run in runs if run["method"] == name]
+        assert sorted(map(round, steps)) == [-1, -1, 1, 1]  # the plain run that it is held against is the one beside it
 
 
-def test_a_run_of_one_token_has_no_speedup():
-    plain, short = ({"token_ids": [1], "tokens_per_second": rate} for rate in (5.0, None))
-    assert [run["speedup"] for run in paired(lambda: plain, {"a": lambda: short})] == [None]
+def test_a_run_of_one_token_has_no_speedup(monkeypatch):
+    monkeypatch.setattr("benchmark.runs.decode", lambda *_, **__: {"token_ids": [1], "tokens_per_second": 5.0})
+    short = {"token_ids": [1], "tokens_per_second": None}
+    assert [run["speedup"] for run in beside_plain(None, [1], {"a": lambda _: dict(short)}, options={})] == [None]
 
 
 def test_a_text_that_differs_is_told():
@@ -148,7 +153,7 @@ def test_a_text_that_differs_is_told():
 
     (run,) = beside_plain(model, PROMPTS[0][1], {"wrong": wrong}, options=OPTIONS)
     assert run["identical"] is False and "from new token 17 on" in run["difference"]
-    assert "plain_ids" not in run and "token_ids" not in run
+    assert "token_ids" not in run
     assert other_texts({"a": {"runs": [run, {"identical": True}]}}) == ", ANOTHER TEXT in 1 runs"
     assert other_texts({"a": {"runs": [{"identical": True}, {}]}}) == ""
 
@@ -235,7 +240,7 @@ def test_an_interrupted_measurement_resumes_without_repeating_a_prompt(monkeypat
         return decode(model, prompt_ids, FixedPlanner(Plan(planted_items("blocks", L), 3)), **OPTIONS)
 
     def measure(make_methods=lambda: {"good": method}):
-        return side_by_side(Results(ABOUT, path, resume=True), model, PROMPTS, make_methods, options=OPTIONS, key="text/", progress=False)
+        return side_by_side(Results(ABOUT, path), model, PROMPTS, make_methods, options=OPTIONS, key="text/")
 
     with pytest.raises(KeyboardInterrupt):
         measure()
@@ -250,19 +255,17 @@ def test_an_interrupted_measurement_resumes_without_repeating_a_prompt(monkeypat
 def test_what_the_file_holds_is_not_measured_again(tmp_path):
     path, settings = tmp_path / "result.json", ABOUT | {"max_new_tokens": 17}
     assert Results(settings, path).once("a", lambda: {"x": (1, 2)}) == {"x": [1, 2]}
-    assert Results(settings, path, resume=True).once("a", lambda: 1 / 0) == {"x": [1, 2]}
+    assert Results(settings, path).once("a", lambda: 1 / 0) == {"x": [1, 2]}
     with pytest.raises(ValueError, match="was made with max_new_tokens 17, not 64"):
-        Results(settings | {"max_new_tokens": 64}, path, resume=True)
+        Results(settings | {"max_new_tokens": 64}, path)
     with pytest.raises(ValueError, match="was made with extra None, not 1"):
-        Results(settings | {"extra": 1}, path, resume=True)
-    with pytest.raises(ValueError, match="exists: add --resume"):
-        Results(settings, path)
+        Results(settings | {"extra": 1}, path)
     for content in ("", "{", "[]", "{}", '{"settings": 3, "date": "", "runs": {}}'):
         path.write_text(content)
         with pytest.raises(ValueError, match="name another file"):
-            Results(settings, path, resume=True)
-    with pytest.raises(ValueError, match="--json names"):
-        check_file(None, resume=True)
+            Results(settings, path)
+    with pytest.raises(ValueError, match="not a file"):
+        Results(settings, tmp_path)
 
 
 def test_table_is_markdown_and_lines_up():

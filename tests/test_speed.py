@@ -5,12 +5,10 @@ import json
 
 import pytest
 
-from benchmark import methods, promises, races, speed, steps
+from benchmark import methods, races, speed, steps
 from benchmark.__main__ import main
 from benchmark.bench import Bench, Row
-from benchmark.models import Models
 from benchmark.planted import planted_items
-from benchmark.predictions import worth
 from benchmark.results import Results
 from benchmark.sweep import GAMMAS
 from beyond.adaptive import KnapSpecPlus
@@ -31,13 +29,12 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setenv("KNAPSPEC_CACHE", str(tmp_path / "cache"))
 
     def make(machine=None, **options):
-        models = Models(tmp_path, progress=False)
+        here = Bench(Results(ABOUT), planted=tmp_path, **{"limit": 1, "max_new_tokens": 24, "repeats": 1} | options)
         if machine:
-            monkeypatch.setattr(models, "load", lambda name, dtype=None: (machine, TOKENIZER))
-            for module in ("benchmark.methods", "benchmark.steps", "benchmark.races", "cli.methods"):
+            monkeypatch.setattr(here, "load", lambda name, dtype=None: (machine, TOKENIZER))
+            for module in ("benchmark.methods", "benchmark.steps", "benchmark.sweep", "cli.methods"):
                 monkeypatch.setattr(f"{module}.add_ways", lambda model, names=None, progress=False: [])
-        results = Results(ABOUT | {"quick": True})
-        return Bench(models, results, **{"quick": True, "n_prompts": 1, "max_new_tokens": 24, "repeats": 1, "progress": False} | options)
+        return here
 
     return make
 
@@ -106,38 +103,17 @@ def test_methods_are_the_planners_of_their_names(monkeypatch):
     assert "lookup" in made["knapspec+"].parts and not made[races.FULL_SKIP].parts & {"lookup", "ways"}
 
 
-# --- Promises --------------------------------------------------------------------------------------------------------
+# --- Planning --------------------------------------------------------------------------------------------------------
 
 
 def test_planning_and_alpha_are_told_from_the_races_runs(monkeypatch):
     run = {"method": "knapspec+", "seconds": {"plan": 0.04, "total": 1.0}, "expected": 7.0, "accepted": 6, "tried": 10}
     short = run | {"seconds": {"plan": 0.06, "total": 1.0}, "tried": 0}
-    monkeypatch.setattr(promises, "run_race", lambda bench, name: {"a": {"runs": [short if name == "short" else run]}})
-    row = promises.planning(None)
+    monkeypatch.setattr(races, "run_race", lambda bench, name: {"a": {"runs": [short if name == "short" else run]}})
+    row = races.planning(None)
     assert not row.met and row.details == {"prompts": 0.04, "split": 0.04, "blocks": 0.04, "short": 0.06}
-    row = promises.alpha(None)
+    row = races.alpha(None)
     assert not row.met and row.details["error"] == pytest.approx(0.1) and "in 3 runs" in row.measured
-
-
-def test_rates_leave_the_drift_of_the_machine_out(bench):
-    points = [  # the machine is a fifth slower than when it was profiled, and predictions are a twentieth too high
-        {"context": 32, "alpha": 0.5, "expected_alpha": 0.7, "plain": 10.0, "speedup": speedup, "tokens_per_second": 8 * speedup,
-         "predicted": dict.fromkeys(("paper_tpt", "acceptance_rate", "tokens_per_layer"), 1.0) | {"tpt": 1.05 * 10 * speedup}}
-        for speedup in (1, 2, 4)
-    ]  # fmt: skip
-    rows = [{"predictor": "tpt", "pearson": {"all": 0.97}, "speedup_error": 0.01, "error": 0.02}]
-    promises_of = {"smollm2": (points, [worth(points, "tpt")]), "split": (points, rows)}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(promises, "predictions", lambda bench: promises_of)
-        row = promises.rates(None)
-    assert row.met and "mean error 5.0%" in row.measured and f"{1.05 / 0.8 - 1:.1%} with the drift" in row.measured
-
-
-def test_predictions_and_certificates_are_made_on_a_model(monkeypatch, bench):
-    here = bench(simulated(monkeypatch, "split"))
-    assert {name: len(points) for name, (points, _) in promises.predictions(here).items()} == {"smollm2": 8, "split": 8}
-    row = promises.certificate(here)
-    assert row.met is None and row.details["skipped, proven, same"][0] == [1, 1.0, 1.0]  # the planted item adds nothing
 
 
 # --- Steps -----------------------------------------------------------------------------------------------------------
@@ -187,18 +163,19 @@ def test_memory_is_held_against_both_bounds(bench, of_float32, of_bfloat16, met)
 
 def test_transformers_is_not_needed(monkeypatch, bench):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    row = steps.ROWS["transformers"][1](bench())
+    row = races.ROWS["transformers"][1](bench())
     assert (row.measured, row.met) == ("transformers is not installed", None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize(("name", "wanted"), [("transformers", 1.7), ("prompt_lookup", 1.5)])
 def test_transformers_says_the_same(monkeypatch, bench, tmp_path_factory, name, wanted):
-    monkeypatch.setattr("benchmark.models.default_model_folder", lambda progress: tiny_folder(tmp_path_factory))
-    here = bench(n_prompts=2, max_new_tokens=8)
+    folder = tiny_folder(tmp_path_factory)
+    monkeypatch.setattr("benchmark.bench.default_model_folder", lambda: folder)
+    here = bench(limit=2, max_new_tokens=8)
     monkeypatch.setattr(Bench, "prompts", lambda *_: [("story-a", list(b"Once upon a time")), ("code-b", list(b"for i in range"))])
-    row = steps.ROWS[name][1](here)
-    assert "the same text on 2 of 2" in row.measured and set(row.details["kinds"]) == {"story", "code"}
+    row = races.ROWS[name][1](here)
+    assert "the same text in 2 of 2 runs" in row.measured and set(row.details["kinds"]) == {"story", "code"}
     assert row.met == (min(row.details["kinds"].values()) >= wanted)
 
 
@@ -218,13 +195,13 @@ def test_interrupted_speed_keeps_what_it_measured(tmp_path, capsys, monkeypatch)
     out, err = capsys.readouterr()
     assert out == "" and "the first" in err and err.endswith("interrupted\n")
     monkeypatch.setattr(speed, "ROWS", {"first": says("another")})
-    assert main(["speed", "--json", str(path), "--resume"]) == 0
+    assert main(["speed", "--json", str(path)]) == 0
     assert "one" in capsys.readouterr().out
     assert json.loads(path.read_text())["rows"]["first"]["measured"] == "one"
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [
-    (["--only", "split,blocked"], "'blocked' is none of"), (["--resume"], "--json names"), (["--json", "."], "not a file"),
+    (["--only", "split", "blocked"], "invalid choice: 'blocked'"), (["--json", "."], "not a file"),
 ])  # fmt: skip
 def test_wrong_options_are_refused_before_any_work(arguments, reason, capsys):
     assert main(["speed", *arguments]) == 2
