@@ -5,6 +5,7 @@ user is one line and exit status 2; Ctrl-C keeps what was printed and is 130; a 
 """
 
 import os
+import signal
 import sys
 
 from cli.terminal import say
@@ -19,10 +20,12 @@ def main(argv=None):
             raise ValueError(f"Python 3.10 or newer is needed, and this is {sys.version.split()[0]}")
         if sys.stdout:
             sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale
-        # These import torch, which takes seconds: here Ctrl-C is one line from the beginning.
+        # These import torch, which takes seconds, and where it runs Python from C it swallows a KeyboardInterrupt.
+        whole = signal.signal(signal.SIGINT, lambda *_: (say("interrupted"), os._exit(130)))
         from cli.options import parse
         from cli.running import run
 
+        signal.signal(signal.SIGINT, whole)
         return run(parse(argv))
     except KeyboardInterrupt:
         say("interrupted")

@@ -1,6 +1,7 @@
 """The options of the command line, and the prompt that they name."""
 
 import argparse
+import contextlib
 import math
 import sys
 
@@ -21,14 +22,11 @@ def number(kind, low, high=math.inf):
     """An argparse type: an int or a float from low to high."""
 
     def parse_number(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or value == math.inf:
-            bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number {bounds}")
-        return value
+        with contextlib.suppress(ValueError):
+            if low <= (value := kind(text)) <= high and value < math.inf:
+                return value
+        bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a {'whole ' if kind is int else ''}number {bounds}")
 
     return parse_number
 
@@ -41,7 +39,7 @@ def item_list(text):
 
 
 def choice_list(text):
-    names = text.split(",")
+    names = [name.strip() for name in text.split(",")]
     if not {"full", "skip"} <= set(names) <= set(CHOICES):
         raise argparse.ArgumentTypeError(f"{text!r}: pass full,skip and, if wanted, some of {','.join(list(CHOICES)[2:])}")
     return names

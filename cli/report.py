@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 import tempfile
 
@@ -39,6 +40,8 @@ def check_writable(path):
     """Raises ValueError before much work is spent on a file that cannot be written."""
     if path.name in ("", "-") or path.exists() and not path.is_file():
         raise ValueError(f"--json {path} is not a file: pass the name of one")
+    if path.exists() and sys.stdout and os.path.samestat(path.stat(), os.fstat(1)):  # it would take the text's place
+        raise ValueError(f"--json {path} is where the text goes: pass another file")
     try:
         tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:

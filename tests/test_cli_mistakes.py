@@ -45,6 +45,9 @@ __all__ = ["cache", "folder", "knapspec", "own_cache"]  # fixtures
     (["--raw", "--system", "x"], "drop one"), (["--colour"], "--help"), (["--device", "cuda:99"], "--device cpu"),
     (["--dtype", "int8"], "float32"), (["--max"], "--help"), (["--prompt-file", "x"], "--prompt"),
     (["--json", "/no/such/folder/out.json"], "--json"), (["--json", "."], "--json"),
+    (["--json", ""], "is not a file"), (["--json", "-"], "is not a file"), (["--json", "/dev/stdout"], "--json /dev/stdout is"),
+    (["--window", "513"], "from 1 to 512"), (["--choices", "full,half"], "full,skip"), (["--choices", "full,skip", "--method", "uniform"], "drop one"),
+    (["--max-new-tokens", "1" * 5000], "whole number"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_that_helps(knapspec, options, words):
     status, out, err, result = knapspec(*options)
@@ -203,20 +206,24 @@ def test_a_plan_can_be_made_by_hand(folder):
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
-    """A torch that takes its time: the real one is imported too fast to be sure to hit it."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    """A torch that takes its time, and swallows exceptions as the real one does now and then."""
+    (tmp_path / "torch.py").write_text("import contextlib, time\nprint('importing', flush=True)\n"
+                                       "while True:\n    with contextlib.suppress(BaseException):\n        time.sleep(60)\n")  # fmt: skip
     command = [sys.executable, "knapspec.py", "--prompt", "x"]
     with subprocess.Popen(command, cwd=FOLDER, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate()
+        _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, b"interrupted\n")
 
 
-def test_the_report_tells_what_was_looked_up_and_what_was_not_drafted():
-    assert report.plan_lines("knapspec+", 3, {"plans": [], "looked_up": 0})[0].startswith("no plan was made")
-    plain = {"gamma": 0}
-    assert report.plan_lines("knapspec+", 3, {"plans": [plain], "looked_up": 4}) == ["all drafts were looked up"]
+def test_the_report_tells_what_was_looked_up(knapspec):
+    options = ["--method", "knapspec+", "--choices", "full,skip,lookup", "--max-new-tokens", "100"]
+    _, _, err, result = knapspec(*options, "--raw", prompt=("--prompt", "abcabcabcabcabcabcabcabc"))
+    accepted, looked_up = result["looked_up_accepted"], result["looked_up"]
+    assert 0 <= accepted <= looked_up <= result["drafted"] and looked_up > 0
+    assert f"drafted tokens accepted ({result['acceptance_rate']:.0%}), of these {accepted} of {looked_up} looked up in the text, " in err
+    assert report.plan_lines("knapspec+", 3, {"plans": [{"gamma": 0}], "looked_up": 4}) == ["all drafts were looked up"]
 
 
 def test_a_prompt_without_a_template_is_told(tmp_path, knapspec):
