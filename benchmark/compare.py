@@ -30,7 +30,7 @@ def summary(name, found):
         row["acceptance_rate"] = total["accepted"] / total["drafted"]
     if total["drafted"] > total["given"]:
         for kind in ("attention", "mlp"):
-            row[f"skipped_{kind}"] = sum(run["used"][kind].get("skip", 0) for run in runs) / (total["drafted"] - total["given"])
+            row[f"skipped_{kind}"] = sum(run[f"skipped_{kind}"] for run in runs) / (total["drafted"] - total["given"])
     if total["rounds"]:
         row["tokens_per_round"] = (total["new_tokens"] - len(runs)) / total["rounds"]
         row["plan_share"] = (seconds["plan"] - total["search_s"]) / (seconds["total"] - seconds["prefill"])

@@ -1,12 +1,14 @@
-"""`documents`: long documents that exist wherever Python does, summarised or asked about, by knapspec+ and by the yardstick."""
+"""`documents`: long documents that exist wherever Python does, summarised or asked about."""
+
+from statistics import geometric_mean
 
 from benchmark import commands
-from benchmark.methods import race
+from benchmark.methods import FULL_SKIP, race
 from benchmark.results import heading, table
-from benchmark.runs import geometric_mean, other_texts, runs_of, speedups
+from benchmark.runs import other_texts, runs_of, speedups
 from benchmark.texts import DOCUMENTS, documents
 
-METHODS = ("knapspec+", "uniform")
+METHODS = ("knapspec+", FULL_SKIP, "uniform")
 
 
 def documents_table(found):

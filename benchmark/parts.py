@@ -5,27 +5,28 @@ A row is a name of methods.py; it is measured once, in whatever tables it stands
 
 import importlib.util
 from pathlib import Path
+from statistics import geometric_mean
 
 from benchmark import commands
 from benchmark.bench import Bench
 from benchmark.methods import FULL_SKIP, race, without
 from benchmark.results import heading, machine, table
-from benchmark.runs import geometric_mean, other_texts, speedups
+from benchmark.runs import other_texts, speedups
 from benchmark.texts import documents
 from beyond.adaptive import PARTS
 
-# Groups of rows: label -> method.
+# Rows: label -> method.
 LEFT_OUT = {"knapspec+": "knapspec+"} | {f"without {part}": without(part) for part in PARTS}
 LADDER = {"knapspec": "knapspec", "none of the parts": without(*PARTS)}
 LADDER |= {f"+ {part}": without(*PARTS[i:]) for i, part in enumerate(PARTS, 1)}  # the last one is knapspec+
 YARDSTICKS = {"knapspec+ full,skip": FULL_SKIP, "uniform": "uniform"}
-GROUPS = {"left_out": LEFT_OUT, "ladder": LADDER, "yardsticks": YARDSTICKS}
+METHODS = list(dict.fromkeys([*LEFT_OUT.values(), *LADDER.values(), *YARDSTICKS.values()]))
 TEXTS = {"smollm2": "smollm2", "split": "split", "blocks": "blocks", "documents": "smollm2"}  # texts -> model
 TWO_DOCUMENTS = ("debugger", "types")  # of 4,000 and 6,000 tokens
 
 
-def measure(bench, texts, methods):
-    """-> {texts: what side_by_side() returns of these methods}."""
+def measure(bench, texts):
+    """-> {texts: what side_by_side() returns of METHODS}."""
     found = {}
     for name in texts:
         model, tokenizer = bench.load(TEXTS[name])
@@ -34,7 +35,7 @@ def measure(bench, texts, methods):
         else:
             prompts = bench.prompts(bench.limit, tokenizer, model.config)
         amount = {"max_new_tokens": bench.max_new_tokens, "repeats": bench.repeats}
-        found[name] = race(bench.results, methods, model, tokenizer, prompts, key=f"{name}/", **amount)
+        found[name] = race(bench.results, METHODS, model, tokenizer, prompts, key=f"{name}/", **amount)
     return found
 
 
@@ -78,28 +79,21 @@ def check_picture(path):
 def add_options(add):
     commands.add_amount(add, new_tokens=96, limit=24)
     commands.add_planted(add)
-    names = [*GROUPS, *TEXTS]
-    about = f"groups of rows and texts: some of {', '.join(names)}; all of a sort of which none is named"
-    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=about)
+    add("--only", nargs="+", choices=TEXTS, default=list(TEXTS), metavar="TEXTS", help=f"some of {', '.join(TEXTS)} (default: all)")
     add("--plot", metavar="FILE", help="draw a picture, for example result.png")
 
 
 def run(arguments):
     if arguments.plot:
         check_picture(arguments.plot)
-    groups, texts = ({name: of for name, of in every.items() if name in arguments.only} or every for every in (GROUPS, TEXTS))
-    methods = list(dict.fromkeys(method for group in groups.values() for method in group.values()))
-    results = commands.results_of(arguments, machine() | {"methods": methods})
+    results = commands.results_of(arguments, machine() | {"methods": METHODS})
     amount = {name: getattr(arguments, name) for name in ("limit", "max_new_tokens", "repeats", "planted")}
-    found = measure(Bench(results, **amount), texts, methods)
+    found = measure(Bench(results, **amount), arguments.only)
     lines = heading("parts", results.data, [prompt["prompt_tokens"] for of in found.values() for prompt in of.values()])
-    if "left_out" in groups:
-        lines += [*parts_table(found, LEFT_OUT, dict.fromkeys(list(LEFT_OUT)[1:], "knapspec+")), ""]
-    ladder = groups.get("ladder", {}) | groups.get("yardsticks", {})
-    if ladder:
-        lines += [*parts_table(found, ladder, dict(zip(list(LADDER)[1:], LADDER)) if "ladder" in groups else {}), ""]
+    lines += [*parts_table(found, LEFT_OUT, dict.fromkeys(list(LEFT_OUT)[1:], "knapspec+")), ""]
+    lines += [*parts_table(found, LADDER | YARDSTICKS, dict(zip(list(LADDER)[1:], LADDER))), ""]
     if arguments.plot:
-        draw(found, ladder or LEFT_OUT, arguments.plot)
+        draw(found, LADDER | YARDSTICKS, arguments.plot)
     counts = ", ".join(f"{len(of)} of {name}" for name, of in found.items())
     notes = (
         f"Speed-up over the plain run beside it: geometric mean over prompts ({counts}) of the median of {arguments.repeats}, the lowest "

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from cli.options import number
 from loading.config import read_config
 from loading.default_model import default_model_folder
 from loading.files import fetcher, read_json
@@ -49,13 +50,11 @@ def plant(out, *, kind, model=None, epsilon=0.02):
     real MLP, so that no whole layer can be skipped. "blocks": the real layer, then a whole epsilon layer. "soft": as
     "split", but epsilon rises over the layers, so that each further skip costs more. model: a folder, a Hub id, or
     None for the default model. The result is an ordinary Hugging Face folder in the model's
-    own dtypes. Raises ValueError if out exists and is not empty, and on what loading/ does not load.
+    own dtypes. Raises ValueError if out exists, and on what loading/ does not load.
     """
     out = Path(out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty: pass a new folder as --out, or delete it first")
-    if not 0 <= epsilon <= 1:
-        raise ValueError(f"epsilon {epsilon} is not between 0 and 1: pass a small number such as 0.02")
+    if out.exists():
+        raise ValueError(f"{out} exists: pass a new folder as --out, or delete it first")
     model = default_model_folder() if model is None else model
     fetch = fetcher(model)
     raw = read_json(fetch("config.json"))
@@ -74,8 +73,6 @@ def plant(out, *, kind, model=None, epsilon=0.02):
         for file in _COPIED:
             if path := fetch(file, required=False):
                 shutil.copyfile(path, made / file)
-        if out.exists():
-            out.rmdir()  # empty; not every system renames onto a folder
         made.rename(out)
 
 
@@ -123,7 +120,7 @@ def add_options(add):
         help="split: sublayers are redundant; blocks: whole layers are; soft: sublayers, the later the less")  # fmt: skip
     add("--out", required=True, metavar="FOLDER", help="where to write the planted model")
     add("--model", metavar="NAME", help="the real model, a folder or Hugging Face Hub id (default: SmolLM2-135M-Instruct)")
-    add("--epsilon", type=float, default=0.02, help="weight of the redundant sublayers (default: %(default)s)")
+    add("--epsilon", type=number(float, 0, 1), default=0.02, help="weight of the redundant sublayers (default: %(default)s)")
 
 
 def run(arguments):

@@ -1,4 +1,4 @@
-"""Row of `speed` on what a planner promises: predicted against measured speed, over skip sets × fixed γ at two context lengths.
+"""Row of `speed` on what a planner promises: predicted against measured speed of the knapsack's skip sets × γ.
 
 Source: KnapSpec's correlation of tokens per time with throughput.
 """
@@ -7,35 +7,21 @@ import functools
 import statistics
 from profile import measure
 
-import torch
-
 from benchmark.bench import Row
-from benchmark.runs import beside_plain, fresh, probe
-from benchmark.texts import read_prompts, running_text, spread
-from decoding import FixedPlanner, Plan
-from knapspec import integer_weights, knapsack, tokens_per_time
+from benchmark.runs import beside_plain, fresh
+from benchmark.sweep import contenders
+from benchmark.texts import read_prompts, running_text
+from decoding import FixedPlanner
+from knapspec import tokens_per_time
 from rivals.draft_verify import PROMPTS
 
-CONTEXTS, GAMMAS, SKIP_SETS = (128, 640), (1, 2, 4, 8), 6
+CONTEXTS, GAMMAS = (128, 640), (1, 2, 4, 8)
 
 
-def skip_sets_to_try(session, latency, count, rng):
-    """Half of them are the knapsack's, at savings evenly spread; then random ones as large."""
-    n, L = session.cache.length, session.model.config.n_layer
-    weights = integer_weights(latency.attention(n), latency.mlp(), L)
-    branches, _ = knapsack(session.model.sublayers, weights, session.window(8)[0], session.cache, budget=sum(weights) // 2)
-    found = spread([branch.skip_set for branch in branches if branch.skip_set], count // 2)
-    if not found:
-        raise ValueError("the knapsack finds nothing to skip in this model: there is nothing to predict")
-    free = 2 * L - 4  # the first and the last layer are kept
-    return found + [frozenset((2 + torch.randperm(free, generator=rng)[: len(s)]).tolist()) for s in found]
-
-
-def points_at(model, latency, text_ids, n, *, gammas, skip_sets, new_tokens):
+def points_at(model, latency, text_ids, n, new_tokens):
     """Of each setting at a context of n tokens what it gave, and what tokens per time say given the α of that very setting."""
     L, options, middle, points = model.config.n_layer, {"max_new_tokens": new_tokens}, n + new_tokens // 2, []
-    look = functools.partial(skip_sets_to_try, latency=latency, count=skip_sets, rng=torch.Generator().manual_seed(n))
-    plans = [Plan(skip_set, gamma) for skip_set in probe(model, text_ids[:n], look, window=8) for gamma in gammas]
+    plans = [plan for plan in contenders(model, text_ids[:n], latency) if plan.gamma in GAMMAS]
     methods = {i: fresh(model, FixedPlanner(plan), options) for i, plan in enumerate(plans)}
     for run in beside_plain(model, text_ids[:n], methods, options=options):
         plan, alpha = plans[run["method"]], run["accepted"] / run["tried"]
@@ -50,12 +36,12 @@ def points_at(model, latency, text_ids, n, *, gammas, skip_sets, new_tokens):
 
 def predictions(bench):
     """{model: points_at() both context lengths}, priced by a profile made right before."""
-    found, sizes = {}, {"gammas": GAMMAS, "skip_sets": SKIP_SETS, "new_tokens": min(48, bench.max_new_tokens)}
+    found, new_tokens = {}, min(48, bench.max_new_tokens)
     for name in ("smollm2", "split"):
         model, tokenizer = bench.load(name)
         text_ids = running_text([text for _, text in read_prompts(PROMPTS)], tokenizer, CONTEXTS[1])
-        latency = measure(model, context_lengths=[CONTEXTS[0], sum(CONTEXTS) // 2, CONTEXTS[1] + 64], gamma_max=8)
-        every = [bench.results.once(f"rates/{name}/{n}", functools.partial(points_at, model, latency, text_ids, n, **sizes)) for n in CONTEXTS]
+        latency = measure(model, context_lengths=[CONTEXTS[0], sum(CONTEXTS) // 2, CONTEXTS[1] + 64], gamma_max=GAMMAS[-1])
+        every = [bench.results.once(f"rates/{name}/{n}", functools.partial(points_at, model, latency, text_ids, n, new_tokens)) for n in CONTEXTS]
         found[name] = [point for points in every for point in points]
     return found
 

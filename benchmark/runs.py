@@ -2,18 +2,14 @@
 
 import copy
 import functools
-import math
 import statistics
-from collections import Counter
 
 import torch
 from tqdm import tqdm
 
 from cli.report import rate
 from cli.running import difference
-from decoding import Plan, Planner, generate
-
-# --- One run ---------------------------------------------------------------------------------------------------------
+from decoding import Planner, generate
 
 
 class Recorder(Planner):
@@ -37,9 +33,8 @@ def decode(model, prompt_ids, planner, *, seed=0, **options):
     """generate() with its options -> the run: new token ids, tokens per second, seconds, counts.
 
     tried: drafted tokens up to and including the first that was rejected, so that accepted / tried is the chance that
-    one is accepted; expected: how many of them the plans' α promised. used: {"attention" or "mlp": {"skip", or how it
-    was kept: sublayers, summed over the tokens that a model drafted}}. search_s: a part of the seconds for planning;
-    searched_s: what the planner has searched so far, before this run as well.
+    one is accepted; expected: how many of them the plans' α promised. skipped_attention, skipped_mlp: summed over the
+    tokens that a model drafted. search_s: a part of the seconds for planning; searched_s: with the planner's runs before.
     """
     recorder, searched_s = Recorder(planner), getattr(planner, "search_s", 0.0)
     generation = generate(model, prompt_ids, planner=recorder, rng=torch.Generator().manual_seed(seed), **options)
@@ -47,11 +42,9 @@ def decode(model, prompt_ids, planner, *, seed=0, **options):
     run |= {"new_tokens": len(generation.token_ids), "tokens_per_second": rate(generation)}
     tried = [min(r.accepted + 1, r.drafted) for r in recorder.rounds]
     run |= {"tried": sum(tried), "expected": sum(r.plan.alpha * count for r, count in zip(recorder.rounds, tried))}
-    run["used"] = {"attention": Counter(), "mlp": Counter()}
-    for r in recorder.rounds:
-        for item in range(2 * model.config.n_layer if r.drafted and not r.plan.tokens else 0):
-            way = "skip" if item in r.plan.skip_set else r.plan.choices[item] if r.plan.choices else "full"
-            run["used"]["mlp" if item % 2 else "attention"][way] += r.drafted
+    for i, kind in enumerate(("attention", "mlp")):
+        drafts = [r for r in recorder.rounds if not r.plan.tokens]
+        run[f"skipped_{kind}"] = sum(r.drafted * sum(item % 2 == i for item in r.plan.skip_set) for r in drafts)
     searched_now_s = getattr(planner, "search_s", 0.0)
     return run | {"search_s": searched_now_s - searched_s, "searched_s": searched_now_s}
 
@@ -59,28 +52,6 @@ def decode(model, prompt_ids, planner, *, seed=0, **options):
 def fresh(model, planner, options):
     """A method: prompt ids -> a run, by a new copy of the planner each time, as a command has one."""
     return lambda prompt_ids: decode(model, prompt_ids, copy.deepcopy(planner), **options)
-
-
-class Probe(Planner):
-    """Decodes plainly; before the first round it calls look(session) and keeps what that returns."""
-
-    def __init__(self, look, window):
-        self.look, self.window = look, window
-
-    def plan(self, session):
-        if session.generation.rounds == 0:
-            self.seen = self.look(session)
-        return Plan()
-
-
-def probe(model, prompt_ids, look, *, window):
-    """What look(session) returns behind the prompt, where the states of its last `window` tokens are at hand."""
-    planner = Probe(look, window)
-    generate(model, prompt_ids, max_new_tokens=2, planner=planner)
-    return planner.seen
-
-
-# --- Runs that take turns --------------------------------------------------------------------------------------------
 
 
 def beside_plain(model, prompt_ids, methods, *, options, repeats=1, backwards=False):
@@ -128,18 +99,10 @@ def side_by_side(results, model, prompts, make_methods, *, options, repeats=1, k
     return found
 
 
-# --- What many runs say ----------------------------------------------------------------------------------------------
-
-
 def median(values):
     """Of those that are not None; None if there is none."""
     values = [value for value in values if value is not None]
     return statistics.median(values) if values else None
-
-
-def geometric_mean(values):
-    values = list(values)
-    return math.exp(statistics.mean(map(math.log, values))) if values else math.nan
 
 
 def runs_of(found, method):

@@ -3,18 +3,8 @@
 from benchmark import commands, predictions, races, steps
 from benchmark.bench import Bench
 from benchmark.results import heading, machine, table
-from cli.terminal import say
 
 ROWS = steps.ROWS | races.ROWS | predictions.ROWS  # name -> (what, function of a Bench that returns a Row)
-
-
-def speed(bench, only=None):
-    """Measures the rows named in `only`, or all, one after the other; the results hold each as soon as it is there."""
-    rows = bench.results.data.setdefault("rows", {})
-    for name in only or ROWS:
-        what, measurement = ROWS[name]
-        rows[name] = {"what": what, **measurement(bench)._asdict()}
-        bench.results.save()
 
 
 def speed_table(data):
@@ -32,10 +22,10 @@ def add_options(add):
 
 def run(arguments):
     results = commands.results_of(arguments, machine())
-    amount = {name: getattr(arguments, name) for name in ("limit", "max_new_tokens", "repeats", "planted")}
-    try:
-        speed(Bench(results, **amount), arguments.only)
-    except KeyboardInterrupt:
-        say(speed_table(results.data))
-        raise
+    bench = Bench(results, **{name: getattr(arguments, name) for name in ("limit", "max_new_tokens", "repeats", "planted")})
+    rows = results.data.setdefault("rows", {})
+    for name in arguments.only or ROWS:
+        what, measurement = ROWS[name]
+        rows[name] = {"what": what, **measurement(bench)._asdict()}
+        results.save()  # each row as soon as it is there
     return speed_table(results.data)

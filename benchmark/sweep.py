@@ -1,19 +1,32 @@
 """`sweep`: the best fixed plan of a model, found by trying many, which a planner that decides on the spot is held against."""
 
 from profile import latency_model
+from statistics import geometric_mean
 
 from tqdm import tqdm
 
 from benchmark import commands
 from benchmark.planted import planted_items
 from benchmark.results import heading, table
-from benchmark.runs import beside_plain, decode, fresh, geometric_mean, probe
+from benchmark.runs import beside_plain, decode, fresh
 from beyond.ways import WAYS, add_ways
 from decoding import FixedPlanner, Plan, Planner, generate
 from knapspec import integer_weights, knapsack
 
 GAMMAS = (1, 2, 3, 4, 6, 8, 12, 16)
 SAVINGS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sublayers' time in a draft
+
+
+class Look(Planner):
+    """Decodes plainly; before the first round, with the states of the prompt's last `window` tokens at hand, it keeps what look(session) returns."""
+
+    def __init__(self, look, window):
+        self.look, self.window = look, window
+
+    def plan(self, session):
+        if session.generation.rounds == 0:
+            self.seen = self.look(session)
+        return Plan()
 
 
 def contenders(model, prompt_ids, latency, *, kind=None, ways=("full",), window=16, new_tokens=64):
@@ -41,8 +54,9 @@ def contenders(model, prompt_ids, latency, *, kind=None, ways=("full",), window=
             found |= dict.fromkeys((s, way) for s in map(frozenset, [*skip_sets, *planted, ()]) if s or way != "full")
         return found
 
-    every = probe(model, text, look, window=window)
-    return [Plan(s, gamma, choices=None if way == "full" else (way,) * (2 * L + 1)) for s, way in every for gamma in GAMMAS]
+    middle = Look(look, window)
+    generate(model, text, max_new_tokens=2, planner=middle)
+    return [Plan(s, gamma, choices=None if way == "full" else (way,) * (2 * L + 1)) for s, way in middle.seen for gamma in GAMMAS]
 
 
 def sweep(model, prompts, plans, *, max_new_tokens=32):

@@ -90,8 +90,8 @@ def test_planted_folder_keeps_dtypes_and_settings(tmp_path):
 
 def test_mistakes_are_one_line_and_status_2(source, tmp_path, capsys):
     for arguments, reason in [
-        (["--kind", "split", "--out", str(source), "--model", str(source)], "is not empty"),
-        (["--kind", "split", "--out", str(tmp_path / "new"), "--model", str(source), "--epsilon", "nan"], "epsilon nan"),
+        (["--kind", "split", "--out", str(source), "--model", str(source)], "exists: pass a new folder"),
+        (["--kind", "split", "--out", str(tmp_path / "new"), "--model", str(source), "--epsilon", "nan"], "'nan' is not a number from 0 to 1"),
         (["--kind", "split", "--out", str(tmp_path / "new"), "--model", str(tmp_path / "absent")], "no folder"),
         (["--kind", "whole", "--out", str(tmp_path / "new")], "invalid choice"),
     ]:

@@ -1,32 +1,20 @@
 """The row `rates`: on a simulated machine tokens per time predict what is measured, and another machine's drift is left out."""
 
-import functools
-
 import pytest
-import torch
 
 from benchmark import predictions
 from benchmark.bench import Bench
-from benchmark.predictions import points_at, skip_sets_to_try, worth
-from benchmark.runs import probe
+from benchmark.predictions import points_at, worth
 from decoding import FixedPlanner, Plan, generate
-from tests.testing_benchmark import LATENCY, TEXT, TOKENIZER, L, results, simulated
+from tests.testing_benchmark import TEXT, TOKENIZER, L, results, simulated
 from tests.testing_models import latency_model
-
-
-def test_skip_sets_to_try_are_half_random_and_of_the_same_sizes(monkeypatch):
-    look = functools.partial(skip_sets_to_try, latency=LATENCY, count=6, rng=torch.Generator().manual_seed(0))
-    tried = probe(simulated(monkeypatch, "split", epsilon=0.05), TEXT[:60], look, window=8)
-    sizes = [len(skip_set) for skip_set in tried]
-    assert sizes[:3] == sizes[3:] and sizes[0] < sizes[2]
-    assert all(1 < item < 2 * L - 2 for skip_set in tried for item in skip_set)
 
 
 def test_full_prices_predict_a_simulated_machine(monkeypatch):
     costly = latency_model(L, attention_s=(1e-3, 1e-5), head_s=4e-3, per_token=0.3)
     machine = simulated(monkeypatch, "split", epsilon=0.05, latency=costly)
-    points = [p for n in (32, 96) for p in points_at(machine, costly, TEXT, n, gammas=[1, 4], skip_sets=2, new_tokens=32)]
-    assert len(points) == 2 * 2 * 2
+    points = [p for n in (32, 96) for p in points_at(machine, costly, TEXT, n, new_tokens=32)]
+    assert len(points) >= 24 and {p["gamma"] for p in points} == {1, 2, 4, 8} and len({tuple(p["skip_set"]) for p in points}) > 3
     pearson, error, ratio_error = worth(points)
     assert pearson > 0.97 and error < 0.06 and ratio_error < 0.06
     for point in points:
@@ -52,10 +40,11 @@ def test_rates_leave_the_drift_of_the_machine_out(monkeypatch):
 
 
 def test_predictions_are_made_on_both_models_at_both_lengths(monkeypatch):
-    for name, value in (("CONTEXTS", (32, 64)), ("GAMMAS", (1, 4)), ("SKIP_SETS", 2)):
-        monkeypatch.setattr(predictions, name, value)
+    monkeypatch.setattr(predictions, "CONTEXTS", (32, 64))
+    monkeypatch.setattr(predictions, "GAMMAS", (1, 4))
     machine, here = simulated(monkeypatch, "split"), Bench(results(), limit=1, max_new_tokens=8, repeats=1)
     monkeypatch.setattr(here, "load", lambda name: (machine, TOKENIZER))
     found = predictions.predictions(here)
-    assert {name: [p["context"] for p in points] for name, points in found.items()} == dict.fromkeys(("smollm2", "split"), [32] * 4 + [64] * 4)
+    assert {(name, p["context"], p["gamma"]) for name, points in found.items() for p in points} == {
+        (name, n, gamma) for name in ("smollm2", "split") for n in (32, 64) for gamma in (1, 4)}  # fmt: skip
     assert list(here.results.data["runs"]) == [f"rates/{name}/{n}" for name in found for n in (32, 64)]
