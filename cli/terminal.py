@@ -1,11 +1,13 @@
 """What is printed: the text on standard output, everything else on standard error."""
 
+import contextlib
 import sys
 
 
 def say(text):
     if sys.stderr:  # None where it is closed, and print would take standard output
-        print(text, file=sys.stderr)
+        with contextlib.suppress(OSError):  # a full disk there, or a reader that left, costs these lines alone
+            print(text, file=sys.stderr)
 
 
 class Printer:

@@ -1,5 +1,6 @@
 """Mistakes of a user, Ctrl-C and closed pipes: one line each, and nothing is lost."""
 
+import io
 import json
 import os
 import signal
@@ -230,3 +231,14 @@ def test_a_prompt_without_a_template_is_told(tmp_path, knapspec):
     write_model(tmp_path / "model", template=False)
     assert "has no chat template" in knapspec("--max-new-tokens", "4", *FIXED, model=tmp_path / "model")[2]
     assert "has no chat template" not in knapspec("--max-new-tokens", "4", "--raw", *FIXED, model=tmp_path / "model")[2]
+
+
+def test_a_report_that_nobody_can_read_costs_nothing_else(knapspec, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    status, out, _, result = knapspec("--max-new-tokens", "4", *FIXED)
+    assert (status, out) == (0, result["text"] + "\n")
+    assert knapspec("--bad")[0] == 2
