@@ -5,7 +5,7 @@ import statistics
 
 from benchmark import commands
 from benchmark.methods import race
-from benchmark.results import heading, shown, table
+from benchmark.results import heading, table
 from benchmark.runs import median, other_texts, runs_of
 from benchmark.theirs import THEIRS
 from cli.methods import METHODS
@@ -49,7 +49,7 @@ def report(data, found, n_layer):
     runs = [(prompt["prompt_tokens"], run["new_tokens"]) for prompt in found.values() for run in prompt["runs"]]
     rows, settings = [], data["settings"]
     for row in data["rows"]:
-        cells = [shown(row.get(key), form) for key, (_, form) in COLUMNS.items()]
+        cells = [form.format(row[key]) if row.get(key) is not None else None for key, (_, form) in COLUMNS.items()]
         if "quartiles" in row:
             cells[1] += " ({:.2f} to {:.2f})".format(*row["quartiles"])
         same, count = row.get("identical", (None, None))

@@ -1,13 +1,13 @@
 """`plant`: checkpoints whose redundancy is known, a real model with twice the layers, half of whose sublayers hardly matter."""
 
 import json
-import math
 import re
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from cli.options import number
@@ -49,8 +49,8 @@ def plant(out, *, kind, model=None, epsilon=0.02):
     times what they would add. "split": the real attention with an epsilon MLP, then an epsilon attention with the
     real MLP, so that no whole layer can be skipped. "blocks": the real layer, then a whole epsilon layer. "soft": as
     "split", but epsilon rises over the layers, so that each further skip costs more. model: a folder, a Hub id, or
-    None for the default model. The result is an ordinary Hugging Face folder in the model's
-    own dtypes. Raises ValueError if out exists, and on what loading/ does not load.
+    None for the default model. The result is an ordinary Hugging Face folder in the model's own dtypes, held in memory
+    while it is made. Raises ValueError if out exists, and on what loading/ does not load.
     """
     out = Path(out)
     if out.exists():
@@ -66,7 +66,8 @@ def plant(out, *, kind, model=None, epsilon=0.02):
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".unfinished-", ignore_cleanup_errors=True) as work:
         made = Path(work, "model")
         made.mkdir()
-        _write_planted(made / "model.safetensors", entries, epsilons(kind, 2 * config.n_layer, epsilon))
+        tensors = _planted_tensors(entries, epsilons(kind, 2 * config.n_layer, epsilon))
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
         source = Path(model).resolve().name if Path(model).is_dir() else model  # no path of this machine
         origin = {"kind": kind, "epsilon": f"{epsilon} to {SOFTEST}" if kind == "soft" else epsilon, "source": source}
         (made / "config.json").write_text(json.dumps(_planted_config(raw) | {"knapspec_planted": origin}, indent=2), "utf-8")
@@ -78,41 +79,28 @@ def plant(out, *, kind, model=None, epsilon=0.02):
 
 def _planted_config(raw):
     """The config.json for twice as many layers; every key that counts or lists layers follows."""
-    planted = raw | {"num_hidden_layers": 2 * raw["num_hidden_layers"]}
-    if raw.get("max_window_layers") is not None:
-        planted["max_window_layers"] = 2 * raw["max_window_layers"]
+    planted = raw | {key: 2 * raw[key] for key in ("num_hidden_layers", "max_window_layers") if raw.get(key) is not None}
     if raw.get("layer_types"):
         planted["layer_types"] = [kind for kind in raw["layer_types"] for _ in range(2)]
     return planted
 
 
-def _write_planted(path, entries, factors):
-    """Writes the tensors of a planted model as one safetensors file, holding one of them at a time.
+def _planted_tensors(entries, factors):
+    """{name: tensor} of a planted model.
 
     entries: what find_tensors returns for the source. factors: by which the output of redundant items is scaled.
     """
-    recipe = {}  # name -> (entry, factor)
-    for name, entry in entries.items():
+    planted = {}
+    for name, entry in tqdm(entries.items(), desc="planting", unit="tensor", disable=None, leave=False):
+        ((_, tensor),) = read_tensors({"": entry}, "cpu", DTYPES[entry[1]], progress=False)
         if not (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
-            recipe[name] = entry, 1
+            planted[name] = tensor
             continue
         for layer in (2 * int(match[1]), 2 * int(match[1]) + 1):
             writes = re.match(r"self_attn\.o_proj|mlp\.down_proj", match[2])  # what a sublayer adds comes from there, bias and all
             item = 2 * layer + match[2].startswith("mlp")
-            recipe[f"model.layers.{layer}.{match[2]}"] = entry, factors.get(item, 1) if writes else 1
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, ((_, kind, shape, _), _) in recipe.items():
-        start, end = end, end + math.prod(shape) * DTYPES[kind].itemsize
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry, factor in tqdm(recipe.values(), desc="planting", unit="tensor", disable=None, leave=False):
-            ((_, tensor),) = read_tensors({"": entry}, "cpu", DTYPES[entry[1]], progress=False)
-            if factor != 1:
-                tensor.mul_(factor)
-            file.write(tensor.view(torch.uint8).numpy())
+            planted[f"model.layers.{layer}.{match[2]}"] = tensor * (factors.get(item, 1) if writes else 1)
+    return planted
 
 
 def add_options(add):

@@ -49,9 +49,10 @@ def predictions(bench):
 def worth(points):
     """(Pearson's correlation with the measured tokens per second, mean error, mean error of the ratio to plain decoding)."""
     predicted, measured = ([point[key] for point in points] for key in ("predicted", "tokens_per_second"))
-    ratios = [point["predicted"] / point["predicted_plain"] / point["speedup"] for point in points]
-    errors = [statistics.mean(abs(ratio - 1) for ratio in some) for some in ([x / y for x, y in zip(predicted, measured)], ratios)]
-    return statistics.correlation(predicted, measured), *errors
+    ratios = [x / y for x, y in zip(predicted, measured)]
+    of_plain = [point["predicted"] / point["predicted_plain"] / point["speedup"] for point in points]
+    error, error_of_ratio = (statistics.mean(abs(ratio - 1) for ratio in some) for some in (ratios, of_plain))
+    return statistics.correlation(predicted, measured), error, error_of_ratio
 
 
 def rates(bench):

@@ -92,8 +92,3 @@ def table(columns, rows):
     aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in [columns, *cells]]
     aligned.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     return ["| " + " | ".join(line) + " |" for line in aligned]
-
-
-def shown(value, form):
-    """A cell of a table: "{:.2f}" or the like, filled in; None stays."""
-    return None if value is None else form.format(value)

@@ -7,13 +7,6 @@ from benchmark.results import heading, machine, table
 ROWS = steps.ROWS | races.ROWS | predictions.ROWS  # name -> (what, function of a Bench that returns a Row)
 
 
-def speed_table(data):
-    """The table as Markdown, with what the figures depend on. data: of Results."""
-    signs = {True: "yes", False: "no", None: None}
-    rows = [[row["what"], row["wanted"], row["measured"], signs[row["met"]]] for name in ROWS if (row := data["rows"].get(name))]
-    return "\n".join([*heading("speed", data), *table(["what", "wanted", "measured", "met"], rows)])
-
-
 def add_options(add):
     commands.add_amount(add, new_tokens=128, limit=24, repeats=5)
     commands.add_planted(add)
@@ -28,4 +21,6 @@ def run(arguments):
         what, measurement = ROWS[name]
         rows[name] = {"what": what, **measurement(bench)._asdict()}
         results.save()  # each row as soon as it is there
-    return speed_table(results.data)
+    told, signs = [rows[name] for name in ROWS if name in rows], {True: "yes", False: "no", None: None}
+    cells = [[row["what"], row["wanted"], row["measured"], signs[row["met"]]] for row in told]
+    return "\n".join([*heading("speed", results.data), *table(["what", "wanted", "measured", "met"], cells)])

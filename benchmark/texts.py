@@ -38,8 +38,7 @@ def read_prompts(path):
     try:
         content = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"cannot read --prompts {path} ({reason}): pass a text file or JSON lines") from None
+        raise ValueError(f"cannot read --prompts {path} ({error}): pass a text file or JSON lines in UTF-8") from None
     if not content.strip():
         raise ValueError(f"--prompts {path} is empty: pass a file with text")
     if path.suffix != ".jsonl":

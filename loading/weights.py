@@ -124,10 +124,8 @@ def read_tensors(tensors, device, dtype, progress=True):
     """
     sizes = {name: math.prod(shape) * DTYPES[kind].itemsize for name, (_, kind, shape, _) in tensors.items()}
     buffer, untrimmed = torch.empty(_CHUNK_BYTES, dtype=torch.uint8), 0
-    with contextlib.ExitStack() as stack:
-        total = sum(sizes.values())
-        bar = tqdm(desc="Loading", total=total, unit="B", unit_scale=True, leave=False, disable=None if progress else True)
-        stack.enter_context(bar)
+    bar = tqdm(desc="Loading", total=sum(sizes.values()), unit="B", unit_scale=True, leave=False, disable=None if progress else True)
+    with contextlib.ExitStack() as stack, bar:
         paths = {path for path, *_ in tensors.values()}
         files = {path: stack.enter_context(open(path, "rb", buffering=0)) for path in paths}
         for name, (path, kind, shape, offset) in tensors.items():

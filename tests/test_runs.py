@@ -59,7 +59,7 @@ def test_prompts_of_every_form(tmp_path):
 
 @pytest.mark.parametrize(("content", "reason"), [
     (b"", "is empty"), (b"{}\n", "line 1 is no"), (b'{"turns": []}', "line 1 is no"), (b"[1]", "is no JSON object with a text"),
-    (b'{"prompt": "x"}\nhello', "line 2 is no"), (b'{"turns": 3}', "line 1 is no"), (b"\xff", "not UTF-8"), (None, "cannot read"),
+    (b'{"prompt": "x"}\nhello', "line 2 is no"), (b'{"turns": 3}', "line 1 is no"), (b"\xff", "utf-8"), (None, "cannot read"),
 ])  # fmt: skip
 def test_prompts_that_cannot_be_read_are_one_line(tmp_path, content, reason):
     path = tmp_path / "prompts.jsonl"

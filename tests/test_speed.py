@@ -161,6 +161,11 @@ def test_memory_is_held_against_both_bounds(bench, of_float32, of_bfloat16, met)
     assert steps.memory(here).met == met
 
 
+def test_memory_is_that_of_a_program_of_its_own(tmp_path_factory):
+    told = steps.loading_bytes(tiny_folder(tmp_path_factory), "float32")
+    assert told["added_bytes"] >= 0 and 5e4 < told["weights_bytes"] < 1e7
+
+
 def test_transformers_is_not_needed(monkeypatch, bench):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     row = races.ROWS["transformers"][1](bench())
