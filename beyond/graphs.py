@@ -103,6 +103,6 @@ def use_graphs(model):
         model.sublayers = list(itertools.chain(*(graphed(layer, buffers, capture) for layer in model.model.layers)))
         if not (logits() - expected).norm() < 0.1 * expected.norm():  # far more than rounding, far less than a wrong sublayer
             raise RuntimeError("the graphs give other logits")
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError, TypeError) as error:  # the two latter: a layer of another shape than model.Layer
         model.sublayers = plain
         warnings.warn(f"no CUDA graphs, so decoding is slower: {str(error).strip().partition(chr(10))[0]}")

@@ -89,7 +89,7 @@ def _device_and_dtype(device, dtype):
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device).item()  # a device without memory, such as "meta", fails here
-    except (RuntimeError, AssertionError, NotImplementedError):
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         raise ValueError(f"device {str(device)!r} is not there: pass --device cpu, or cuda on a GPU") from None
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

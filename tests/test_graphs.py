@@ -131,6 +131,16 @@ def test_without_graphs_where_they_fail_or_are_wrong(monkeypatch, capture, told)
     assert generate(model, tokens, max_new_tokens=8).token_ids == expected
 
 
+def test_a_layer_of_another_shape_runs_without_graphs(stand_in):
+    model = random_model()
+    plain = model.sublayers
+    del model.model.layers[1].input_layernorm  # as where a norm stands behind the sublayer, or nowhere
+    model.sublayers = plain = [lambda x, context: x for _ in plain]
+    with pytest.warns(UserWarning, match="no CUDA graphs"):
+        use_graphs(model)
+    assert model.sublayers is plain
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("config", MODELS)
 def test_graphs_on_a_gpu(config):
