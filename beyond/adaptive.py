@@ -96,8 +96,10 @@ class Prices:
         return None if candidate.way == "full" else (candidate.way,) * (2 * self.n_layer + 1)
 
     def draft_s(self, n, candidate):
-        """Seconds of one draft token behind n tokens."""
+        """Seconds of one draft token behind n tokens. A draft that skips and cheapens nothing is a plain step, whatever was fitted."""
         profiled_s = self.latency.draft(candidate.skip_set, n, self.n_layer, self.choices(candidate))
+        if self.full and candidate.way == "full":
+            profiled_s += self.latency.verify(n, 1) - self.latency.draft(frozenset(), n, self.n_layer)
         return profiled_s * self.draft_factor if self.full else profiled_s - self.latency.way(candidate.way).head()
 
     def verify_s(self, n, gamma_max):
