@@ -64,10 +64,14 @@ def report(data, found, n_layer):
     return "\n".join([*lines, *table(["method", *(name for name, _ in COLUMNS.values()), "same text"], rows), "", notes])
 
 
+def missing():
+    """{name: the optional module that it needs and that is not there} of the methods that cannot be had."""
+    needs = {name: rival.needs for name, rival in RIVALS.items()} | dict.fromkeys(THEIRS, "transformers")
+    return {name: module for name, module in needs.items() if module and not importlib.util.find_spec(module)}
+
+
 def names_here():
-    """All methods that can be had: some need an optional package."""
-    needs = dict.fromkeys(METHODS) | {name: rival.needs for name, rival in RIVALS.items()} | dict.fromkeys(THEIRS, "transformers")
-    return [name for name, module in needs.items() if module is None or importlib.util.find_spec(module)]
+    return [name for name in (*METHODS, *THEIRS) if name not in missing()]
 
 
 def add_options(add):
@@ -84,4 +88,5 @@ def run(arguments):
     options = {name: getattr(arguments, name) for name in ("repeats", "max_new_tokens", "temperature", "top_p")}
     found = race(results, arguments.methods, model, tokenizer, prompts, folder=arguments.model, lasting=True, **options)
     results.save(rows=[summary(name, found) for name in arguments.methods])
-    return report(results.data, found, model.config.n_layer)
+    left_out = [f"{name} is left out: {module} is not installed." for name, module in missing().items() if arguments.methods == names_here()]
+    return "\n".join([report(results.data, found, model.config.n_layer), *left_out])

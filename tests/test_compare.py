@@ -8,12 +8,14 @@ import types
 import pytest
 import torch
 
+from benchmark import compare
 from benchmark.__main__ import main
 from benchmark.compare import report, summary
 from benchmark.methods import make_methods, race
 from benchmark.planted import planted_items
 from benchmark.runs import decode
 from benchmark.theirs import THEIRS, make_theirs
+from cli.methods import METHODS
 from decoding import FixedPlanner, Plan, generate
 from loading import load
 from tests.testing_benchmark import (
@@ -146,3 +148,10 @@ def test_mistakes_are_one_line_and_status_2(folder, capsys, arguments, reason):
     assert main(["compare", "--model", str(folder), *arguments]) == 2
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
+
+
+def test_methods_whose_package_is_missing_are_left_out_by_name(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    absent = compare.missing()
+    assert absent["swift"] == absent["draft_verify"] == "bayes_opt" and absent["transformers"] == "transformers"
+    assert compare.names_here() == [name for name in METHODS if name not in ("swift", "draft_verify")]
