@@ -160,6 +160,7 @@ class KnapSpec(Planner):
     def __init__(self, latency=None, *, gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5, threshold=0.7, max_ratio=None):
         self.latency, self.gamma_max, self.window, self.interval = latency, gamma_max, window, interval
         self.tau, self.budget, self.threshold, self.max_ratio = tau, budget, threshold, max_ratio
+        self.current = Plan()
 
     def plan(self, session):
         """Due? Knapsack, α of its survivors, tokens per time of each with every γ: the best stands for `interval` rounds."""
