@@ -172,9 +172,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        scale = (norm.square_() / x.size(-1)).add_(self.eps).rsqrt_()
-        return (x * scale).to(x.dtype) * self.weight
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
 class Attention(nn.Module):
@@ -206,8 +204,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             q, k = qk.split((config.n_head, config.n_kv_head), 1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        first, second = qk.chunk(2, -1)
-        qk = torch.addcmul(qk * cos, torch.cat((second, first), -1), sin)
+        qk = torch.addcmul(qk * cos, qk.roll(config.head_dim // 2, -1), sin)
         return *qk.split((config.n_head, config.n_kv_head), 1), v
 
     def attend(self, q, k, v, context):

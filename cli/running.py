@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import torch
-from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from cli import report
@@ -24,9 +23,7 @@ def run(args):
     if args.json is not None:
         report.check_writable(Path(args.json))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what failed in the end is told in our line
-    if args.quiet:
-        disable_progress_bars()
-    elif not BEYOND:
+    if not BEYOND and not args.quiet:
         say("beyond/ is not there: the default is --method knapspec")
     clock = [time.perf_counter()]
     model, tokenizer = load(args.model, device=args.device, dtype=args.dtype, progress=not args.quiet)

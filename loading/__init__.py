@@ -31,7 +31,7 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[
     """
     device, dtype = _device_and_dtype(device, dtype)
     try:
-        fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path)
+        fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path, progress=progress)
         return _load(fetch, device, dtype, progress)
     except torch.OutOfMemoryError:
         raise ValueError(f"the model does not fit on {device}: pass --device cpu, or a smaller --model") from None

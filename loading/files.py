@@ -5,16 +5,14 @@ import json
 import os
 from pathlib import Path
 
-from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
-from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import validate_repo_id
+# huggingface_hub is imported where the Hub is asked: that takes a fifth of a second.
 
 # Where huggingface_hub cannot keep a file, rather than not get it.
 _DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOTDIR)
 
 
-def fetcher(name_or_path):
-    """Returns fetch(file name, required=True) -> its local Path.
+def fetcher(name_or_path, *, progress=True):
+    """Returns fetch(file name, required=True) -> its local Path. progress: bars while the Hub is fetched from.
 
     What is not required may be None, where the model has no such file, and False, where it may have one but the Hub
     could not be asked. Both raise ValueError, with the remedy: for a name that is no folder and no Hub id, for a
@@ -26,11 +24,15 @@ def fetcher(name_or_path):
         return lambda file, required=True: _local_file(folder, file, required)
     if os.path.lexists(folder):
         raise ValueError(f"{name} is no folder: pass the one that holds config.json, tokenizer.json and the weights")
+    from huggingface_hub import errors, utils
+
     try:
-        validate_repo_id(name)
-    except hub_errors.HFValidationError:
+        utils.validate_repo_id(name)
+    except errors.HFValidationError:
         missing = f"there is no folder {name!r:.200}"
         raise ValueError(f"{missing}: pass one that exists, or a Hub id such as Qwen/Qwen3-0.6B") from None
+    if not progress:
+        utils.disable_progress_bars()
     return lambda file, required=True: _hub_file(name, file, required)
 
 
@@ -63,19 +65,22 @@ def _remedy(file, present=()):
 
 def _hub_file(repo, file, required):
     """One file by way of huggingface_hub: its cache, token, offline mode and progress bars."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
     try:
-        if not required and try_to_load_from_cache(repo, file) is _CACHED_NO_EXIST:
+        if not required and huggingface_hub.try_to_load_from_cache(repo, file) is huggingface_hub._CACHED_NO_EXIST:
             return None  # as this very revision is known to lack it; without network, asking would take half a minute
-        return Path(hf_hub_download(repo, file))
-    except hub_errors.GatedRepoError:
+        return Path(huggingface_hub.hf_hub_download(repo, file))
+    except errors.GatedRepoError:
         reason = f"access to {repo} is gated: ask for it at https://huggingface.co/{repo}, then run hf auth login"
-    except hub_errors.RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         reason = f"no folder and no Hub model is called {repo!r}: check the name; if it is private, run hf auth login"
-    except hub_errors.LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         if not required:
             return False
         reason = f"the Hub is out of reach and {file} of {repo} is not cached: go online, or pass a local folder"
-    except hub_errors.EntryNotFoundError:
+    except errors.EntryNotFoundError:
         reason = required and f"{repo} has no {file}: {_remedy(file)}"
     except Exception as error:  # noqa: BLE001, the HTTP library below huggingface_hub and its errors differ by version
         problem = f"cannot fetch {file} of {repo} from the Hub ({type(error).__name__}: {first_line(error)})"

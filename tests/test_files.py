@@ -17,7 +17,6 @@ import torch
 from huggingface_hub import _CACHED_NO_EXIST
 from huggingface_hub import errors as hub_errors
 
-from loading import files as loading_files
 from loading import load
 from loading.config import read_config
 from tests.testing_checkpoints import (
@@ -66,7 +65,7 @@ def test_folder_without_safetensors_says_what_it_holds(tmp_path, files, words):
 ])  # fmt: skip
 def test_wrong_path_is_one_line(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading_files, "hf_hub_download", lambda *_: pytest.fail("not a Hub id"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: pytest.fail("not a Hub id"))
     call = (lambda: quiet_load(name)) if name != ".." else (lambda: quiet_load(tmp_path))
     assert_refused("pass", call=call)
 
@@ -130,7 +129,7 @@ def test_hub_fetches_only_what_is_needed(tmp_path, monkeypatch, shards, missing)
     for other in ("pytorch_model.bin", "README.md", "original.safetensors"):
         (folder / other).write_bytes(b"?")
     hub = FakeHub(folder, missing)
-    monkeypatch.setattr(loading_files, "hf_hub_download", hub)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub)
     model, tokenizer = quiet_load("someone/model")
     assert torch.equal(logits(model), logits(from_weights(LLAMA, weights))) and tokenizer.eos_ids == {257, 9}
     settings = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -145,24 +144,24 @@ def test_template_that_could_not_be_asked_for_is_told_from_none(tmp_path, monkey
     """Another program filled the cache, and now there is no network."""
     files = {} if settings is None else {"tokenizer_config_json": settings}
     folder = write_folder(tmp_path / "m", **files)
-    monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
     tokenizer = quiet_load("someone/model")[1]
     assert tokenizer.chat_template == "" and tokenizer.encode("hi") == byte_tokenizer().encode("hi").ids
     assert_refused(f"lacks {cached}", "online", "--raw", call=lambda: tokenizer.chat("hi"))
-    monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", FakeHub(folder))
     assert quiet_load("someone/model")[1].chat_template is None, "the Hub says that there is none"
     write_folder(folder, tokenizer_config_json={"chat_template": CHATML})
-    monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
     assert quiet_load("someone/model")[1].chat_template == CHATML
 
 
 def test_hub_model_is_refused_before_its_weights_are_fetched(tmp_path, monkeypatch):
     hub = FakeHub(write_folder(tmp_path / "a", LLAMA | {"hidden_act": "gelu"}, {}))
-    monkeypatch.setattr(loading_files, "hf_hub_download", hub)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub)
     assert_refused("hidden_act", call=lambda: quiet_load("someone/model"))
     assert hub.asked == ["config.json"]
     hub = FakeHub(write_folder(tmp_path / "b", LLAMA, random_weights(LLAMA) | {"odd": torch.ones(1)}, shards=2))
-    monkeypatch.setattr(loading_files, "hf_hub_download", hub)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub)
     assert_refused("odd", call=lambda: quiet_load("someone/model"))
     assert hub.asked[-1] == "model.safetensors.index.json"
 
@@ -170,8 +169,8 @@ def test_hub_model_is_refused_before_its_weights_are_fetched(tmp_path, monkeypat
 def test_file_that_the_cache_knows_to_be_absent_is_not_asked_for(tmp_path, monkeypatch):
     hub = FakeHub(write_folder(tmp_path / "m"))
     absent = ("chat_template.jinja", "tokenizer_config.json")
-    monkeypatch.setattr(loading_files, "hf_hub_download", hub)
-    monkeypatch.setattr(loading_files, "try_to_load_from_cache", lambda _, file: _CACHED_NO_EXIST if file in absent else None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file: _CACHED_NO_EXIST if file in absent else None)
     quiet_load("someone/model")
     assert not set(absent) & set(hub.asked)
 
@@ -189,7 +188,7 @@ def test_hub_failure_is_one_line_with_a_remedy(monkeypatch, kind, words):
     def fail(repo, file):
         raise an(kind)
 
-    monkeypatch.setattr(loading_files, "hf_hub_download", fail)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     assert_refused(*words, call=lambda: quiet_load("someone/model"))
 
 
@@ -202,14 +201,14 @@ def test_remedy_follows_what_keeps_a_file_of_the_hub_away(monkeypatch, error, re
     if type(error) is int:
         status, error = error, an(hub_errors.HfHubHTTPError)
         error.response = types.SimpleNamespace(status_code=status)
-    monkeypatch.setattr(loading_files, "hf_hub_download", lambda repo, file: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, file: (_ for _ in ()).throw(error))
     assert_refused("config.json of someone/model", remedy, call=lambda: quiet_load("someone/model"))
 
 
 def test_weights_that_are_not_cached_are_asked_for_in_one_line(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "m")
     (folder / "model.safetensors").unlink()
-    monkeypatch.setattr(loading_files, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", FakeHub(folder, hub_errors.LocalEntryNotFoundError))
     assert_refused("out of reach", "model.safetensors", call=lambda: quiet_load("someone/model"))
 
 
@@ -225,7 +224,7 @@ def test_hub_repository_with_pickled_weights_only(tmp_path, monkeypatch):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"?")
     hub = FakeHub(folder)
-    monkeypatch.setattr(loading_files, "hf_hub_download", hub)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub)
     assert_refused("model.safetensors", "pickled", call=lambda: quiet_load("someone/model"))
     assert "pytorch_model.bin" not in hub.asked
 
