@@ -3,13 +3,15 @@
 import copy
 import functools
 import statistics
+from collections import deque
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
 
 from cli.report import rate
 from cli.running import difference
-from decoding import Planner, generate
+from decoding import Planner, generate, prefill
 
 
 class Recorder(Planner):
@@ -47,6 +49,27 @@ def decode(model, prompt_ids, planner, *, seed=0, **options):
         run[f"skipped_{kind}"] = sum(r.drafted * sum(item % 2 == i for item in r.plan.skip_set) for r in drafts)
     searched_now_s = getattr(planner, "search_s", 0.0)
     return run | {"search_s": searched_now_s - searched_s, "searched_s": searched_now_s}
+
+
+class Prefills:
+    """decoding.prefill for runs of one prompt after another: a prompt's forward, which no rate counts, is made once and copied."""
+
+    def __init__(self):
+        self.prompt, self.made = None, {}
+
+    def __call__(self, session, tokens):
+        if self.prompt != (session.model, tokens):
+            self.prompt, self.made = (session.model, tokens), {}
+        cache, settings = session.cache, (session.wanted, session.temperature, session.top_p)
+        if settings not in self.made:
+            target_probs = prefill(session, tokens)
+            parts = [t[:, :, : cache.length].clone() for t in (cache.keys, cache.values)]
+            self.made[settings] = *parts, list(session.recent), target_probs
+        keys, values, recent, target_probs = self.made[settings]
+        cache.length = len(tokens)
+        cache.keys[:, :, : cache.length], cache.values[:, :, : cache.length] = keys, values
+        session.recent = deque(recent)
+        return target_probs
 
 
 def fresh(model, planner, options):
@@ -90,7 +113,9 @@ def side_by_side(results, model, prompts, make_methods, *, options, repeats=1, k
     def measure(prompt_ids, backwards):
         if not ready.cache_info().currsize:
             decode(model, prompt_ids, Planner(), **options | {"max_new_tokens": 4})  # the first forwards are slow
-        runs = list(beside_plain(model, prompt_ids, ready(), options=options, repeats=repeats, backwards=backwards))
+        methods = ready()
+        with patch("decoding.prefill", Prefills()):
+            runs = list(beside_plain(model, prompt_ids, methods, options=options, repeats=repeats, backwards=backwards))
         return {"prompt_tokens": len(prompt_ids), "runs": runs}
 
     for i, (prompt_id, prompt_ids) in enumerate(bar):

@@ -1,5 +1,6 @@
 """Runs that take turns, counts and ratios that are right, prompts in every form, and results that resume."""
 
+import copy
 import functools
 import json
 
@@ -12,6 +13,7 @@ from benchmark.runs import (
     decode,
     median,
     other_texts,
+    runs_of,
     side_by_side,
     speedups,
 )
@@ -24,7 +26,7 @@ from benchmark.texts import (
     running_text,
     spread,
 )
-from decoding import FixedPlanner, Plan, Planner, generate
+from decoding import FixedPlanner, Plan, Planner, generate, prefill
 from knapspec import KnapSpec
 from loading import load
 from tests.testing_benchmark import (
@@ -155,6 +157,24 @@ def test_a_text_that_differs_is_told():
     assert "token_ids" not in run
     assert other_texts({"a": {"runs": [run, {"identical": True}]}}) == ", ANOTHER TEXT in 1 runs"
     assert other_texts({"a": {"runs": [{"identical": True}, {}]}}) == ""
+
+
+def test_a_prompt_s_forward_is_made_once_and_copied(monkeypatch):
+    model, prompts, made = random_model(CONFIG), PROMPTS[:2], []
+    monkeypatch.setattr("benchmark.runs.prefill", lambda session, tokens: made.append((session.wanted, tokens)) or prefill(session, tokens))
+    planner = KnapSpec(LATENCY, threshold=0.0, interval=2)
+    alone = {prompt_id: generate(model, ids, planner=copy.deepcopy(planner), max_new_tokens=17) for prompt_id, ids in prompts}
+
+    def methods():
+        return {"knapspec": lambda ids: decode(model, ids, copy.deepcopy(planner), **OPTIONS)}
+
+    found = side_by_side(results(), model, prompts, methods, options=OPTIONS, repeats=2)
+    once = [(wanted, ids) for _, ids in prompts for wanted in (planner.window, 0)]  # for those that look at states, and for plain decoding
+    assert sorted(made) == sorted(once)
+    for run in runs_of(found, "knapspec"):
+        assert run["identical"]
+    for prompt_id, generation in alone.items():
+        assert [run["drafted"] for run in found[prompt_id]["runs"]] == [generation.drafted] * 2
 
 
 def test_medians():
