@@ -12,20 +12,27 @@ COMMANDS = {  # name -> (file, what it does)
     "parts": ("parts", "what each part of the adaptive planner brings: left out in turn, and added one by one"),
     "documents": ("documents", "long documents, summarised or asked about"),
     "sweep": ("sweep", "find the best fixed plan, skip set and gamma, by trying many"),
+    "plot": ("plot", "draw what speed, documents or parts measured"),
+    "example": ("example", "the method on numbers small enough to follow by hand"),
     "plant": ("planted", "double a model's layers with sublayers that hardly matter"),
 }
+
+
+def build_parser():
+    """All commands with their options; what is parsed has the command's run()."""
+    parser = Parser(prog="python -m benchmark", allow_abbrev=False, description="Measure KnapSpec, and make models to measure it on.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (file, what) in COMMANDS.items():
+        module, command = import_module(f"benchmark.{file}"), commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+        module.add_options(command.add_argument)
+        command.set_defaults(run=module.run)
+    return parser
 
 
 def main(argv=None):
     """Runs one command, prints what it returns, and returns the exit status; argv None is that of the process."""
     try:
-        parser = Parser(prog="python -m benchmark", allow_abbrev=False, description="Measure KnapSpec, and make models to measure it on.")
-        commands = parser.add_subparsers(metavar="COMMAND", required=True)
-        for name, (file, what) in COMMANDS.items():
-            module, command = import_module(f"benchmark.{file}"), commands.add_parser(name, help=what, description=what, allow_abbrev=False)
-            module.add_options(command.add_argument)
-            command.set_defaults(run=module.run)
-        arguments = parser.parse_args(argv)
+        arguments = build_parser().parse_args(argv)
         print(arguments.run(arguments))
         return 0
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from loading import load
 from rivals.draft_verify import PROMPTS
 
 # Figures do not depend on how these are named; what they stand for is among the settings.
-NAMES = ("run", "model", "device", "dtype", "prompts", "planted", "only", "json", "plot")
+NAMES = ("run", "model", "device", "dtype", "prompts", "planted", "only", "json")
 
 
 def add_amount(add, *, new_tokens, repeats=1, limit=None):

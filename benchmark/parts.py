@@ -3,8 +3,6 @@
 A row is a name of methods.py; it is measured once, in whatever tables it stands.
 """
 
-import importlib.util
-from pathlib import Path
 from statistics import geometric_mean
 
 from benchmark import commands
@@ -53,47 +51,19 @@ def parts_table(found, group, before):
     return table(["planner", *found], rows)
 
 
-def draw(found, group, path):
-    """A bar is a geometric mean over prompts, a dot one of them. found: as of measure(); group: label -> method."""
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(4.5 * len(found), 3.5), layout="constrained")
-    for axes, (title, of) in zip(drawn.subplots(1, len(found), squeeze=False)[0], found.items()):
-        for label, method in reversed(group.items()):
-            values = list(speedups(of, method).values())
-            axes.barh([label], [geometric_mean(values)], color="tab:blue", alpha=0.4)
-            axes.plot(values, [label] * len(values), ".", color="tab:blue", markersize=3)
-        axes.axvline(1, color="black", linewidth=1)
-        axes.set(xlabel="speed-up over plain decoding", title=title)
-    drawn.savefig(path, dpi=120)
-
-
-def check_picture(path):
-    """Raises ValueError, before any work, where no picture can be drawn there."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs the package matplotlib: pip install matplotlib")
-    if Path(path).suffix not in (".png", ".svg", ".pdf") or not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"--plot {path} cannot be drawn: name a .png, .svg or .pdf file in a folder that is there")
-
-
 def add_options(add):
     commands.add_amount(add, new_tokens=96, limit=24)
     commands.add_planted(add)
     add("--only", nargs="+", choices=TEXTS, default=list(TEXTS), metavar="TEXTS", help=f"some of {', '.join(TEXTS)} (default: all)")
-    add("--plot", metavar="FILE", help="draw a picture, for example result.png")
 
 
 def run(arguments):
-    if arguments.plot:
-        check_picture(arguments.plot)
     results = commands.results_of(arguments, machine() | {"methods": METHODS})
     amount = {name: getattr(arguments, name) for name in ("limit", "max_new_tokens", "repeats", "planted")}
     found = measure(Bench(results, **amount), arguments.only)
     lines = heading("parts", results.data, [prompt["prompt_tokens"] for of in found.values() for prompt in of.values()])
     lines += [*parts_table(found, LEFT_OUT, dict.fromkeys(list(LEFT_OUT)[1:], "knapspec+")), ""]
     lines += [*parts_table(found, LADDER | YARDSTICKS, dict(zip(list(LADDER)[1:], LADDER))), ""]
-    if arguments.plot:
-        draw(found, LADDER | YARDSTICKS, arguments.plot)
     counts = ", ".join(f"{len(of)} of {name}" for name, of in found.items())
     notes = (
         f"Speed-up over the plain run beside it: geometric mean over prompts ({counts}) of the median of {arguments.repeats}, the lowest "

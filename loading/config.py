@@ -2,11 +2,30 @@
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from model import Config
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
-                  "Qwen3ForCausalLM": "qwen3"}  # fmt: skip
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder that is Llama but for a few fields of Config."""
+
+    model_type: str  # as config.json has it
+    fields: Callable = lambda raw: {}  # config.json's dict -> the fields of Config in which it differs
+
+
+def _biases(raw):
+    return dict.fromkeys(("qkv_bias", "o_bias"), _boolean(raw, "attention_bias"))
+
+
+ARCHITECTURES = {  # by the name under `architectures` in config.json
+    "LlamaForCausalLM": Architecture("llama", lambda raw: _biases(raw) | {"mlp_bias": _boolean(raw, "mlp_bias")}),
+    "MistralForCausalLM": Architecture("mistral"),
+    "Qwen2ForCausalLM": Architecture("qwen2", lambda raw: {"qkv_bias": True}),  # always, and config.json says nothing of it
+    "Qwen3ForCausalLM": Architecture("qwen3", lambda raw: _biases(raw) | {"qk_norm": True}),
+}
 _ROPE_KEYS = {  # rope_type -> (keys that it must have, keys that it may have)
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -29,7 +48,8 @@ def read_config(raw):
     Raises ValueError on another architecture, on anything that would change the numbers and is not implemented, and
     where a number that counts is missing or absurd. Source: transformers' configurations of these architectures.
     """
-    kind = _architecture(raw)
+    architecture = _architecture(raw)
+    kind = architecture.model_type
     n_layer = _integer(raw, "num_hidden_layers", 2**10)
     _refuse_unimplemented(raw, kind, n_layer)
     hidden, n_head = _integer(raw, "hidden_size", 2**17), _integer(raw, "num_attention_heads", 2**12)
@@ -42,7 +62,6 @@ def read_config(raw):
         raise ValueError(f"config.json: {heads} do not fit: heads must be a multiple, head_dim even; correct it")
     max_position = _integer(raw, "max_position_embeddings", 2**28)
     theta, scaling = _rope(raw, max_position)
-    attention_bias = _boolean(raw, "attention_bias")
     return Config(
         vocab_size=_integer(raw, "vocab_size", 2**24),
         hidden_size=hidden,
@@ -56,19 +75,16 @@ def read_config(raw):
         rope_theta=theta,
         rope_scaling=scaling,
         tied=_boolean(raw, "tie_word_embeddings"),
-        qkv_bias=kind == "qwen2" or attention_bias,  # Qwen2 has it always, and says nothing of it
-        o_bias=kind != "qwen2" and attention_bias,
-        mlp_bias=kind == "llama" and _boolean(raw, "mlp_bias"),
-        qk_norm=kind == "qwen3",
+        **architecture.fields(raw),
     )
 
 
 def _architecture(raw):
-    for name, kind in _ARCHITECTURES.items():
-        if raw.get("model_type") == kind and (raw.get("architectures") or [name]) == [name]:
-            return kind
+    for name, architecture in ARCHITECTURES.items():
+        if raw.get("model_type") == architecture.model_type and (raw.get("architectures") or [name]) == [name]:
+            return architecture
     said = f"architectures {raw.get('architectures')!r:.100} with model_type {raw.get('model_type')!r:.100}"
-    raise ValueError(f"config.json: {said} is not implemented: pass a dense {', '.join(_ARCHITECTURES)}")
+    raise ValueError(f"config.json: {said} is not implemented: pass a dense {', '.join(ARCHITECTURES)}")
 
 
 def _refuse_unimplemented(raw, kind, n_layer):
@@ -100,7 +116,7 @@ def _refuse_unimplemented(raw, kind, n_layer):
         off = (None, False, "", [], {})
         if re.search("factor|scal|multipl", key) and type(value) is not bool:
             off = (None, 1, {})
-        if _MAY_CHANGE_NUMBERS.search(key) and key not in _READ_BELOW and value not in off:
+        if _MAY_CHANGE_NUMBERS.search(key) and key not in _READ_BELOW and not key.endswith("dropout") and value not in off:
             refuse(key)
 
 

@@ -213,7 +213,7 @@ def test_harmless_keys_are_accepted():
     more = {
         "rope_interleaved": False, "is_llama_config": True, "pretraining_tp": 2, "initializer_range": 0.04, "use_cache": True,
         "transformers.js_config": {"dtype": "q4"}, "transformers_version": "4.42.3", "use_mrope": False, "pad_token_id": 0,
-        "attention_dropout": 0.1, "hidden_act": "silu", "quantization_config": None, "_name_or_path": "x", "torch_dtype": "float16",
+        "attention_dropout": 0.1, "residual_dropout": 0.1, "hidden_act": "silu", "quantization_config": None, "_name_or_path": "x", "torch_dtype": "float16",
         "partial_rotary_factor": 1.0, "bos_token_id": 1, "chunk_size_feed_forward": 0, "pruned_heads": {}, "num_experts": 0,
         "sliding_window": None, "logits_scaling": 1.0, "is_encoder_decoder": False, "original_max_position_embeddings": 64,
         "tie_encoder_decoder": False, "unsloth_fixed": True, "rope_scaling": {},

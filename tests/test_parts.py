@@ -1,6 +1,5 @@
 """parts and documents: every row is measured once beside plain decoding, and the tables say what each part changes."""
 
-import importlib.util
 import itertools
 import json
 
@@ -63,29 +62,19 @@ def test_parts_prints_two_tables_and_takes_up_where_it_was(tmp_path, capsys, mon
     assert "was made with methods" in capsys.readouterr().err
 
 
-def test_documents_and_a_picture(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "out.png"
-    assert main(["parts", "--limit", "1", "--max-new-tokens", "4", "--only", "documents", "--plot", str(picture)]) == 0
-    assert "1 of documents" in capsys.readouterr().out and picture.read_bytes()[:4] == b"\x89PNG"
+def test_parts_on_documents(capsys):
+    assert main(["parts", "--limit", "1", "--max-new-tokens", "4", "--only", "documents"]) == 0
+    assert "1 of documents" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [
-    (["--only", "split", "steps"], "invalid choice: 'steps'"), (["--plot", "out.txt"], "cannot be drawn"),
-    (["--plot", "nowhere/out.png"], "folder that is there"), (["--json", "."], "is not a file"),
+    (["--only", "split", "steps"], "invalid choice: 'steps'"), (["--json", "."], "is not a file"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_before_any_work(monkeypatch, capsys, arguments, reason):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr("benchmark.bench.load", lambda *_, **__: pytest.fail("nothing is loaded"))
     assert main(["parts", *arguments]) == 2
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
-
-
-def test_a_missing_matplotlib_is_one_line_before_any_work(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["parts", "--plot", str(tmp_path / "out.png")]) == 2
-    assert capsys.readouterr().err == "benchmark: --plot needs the package matplotlib: pip install matplotlib\n"
 
 
 def test_documents_are_told_one_by_one(folder, tmp_path, capsys):
