@@ -160,7 +160,7 @@ class KnapSpec(Planner):
     def __init__(self, latency=None, *, gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5, threshold=0.7, max_ratio=None):
         self.latency, self.gamma_max, self.window, self.interval = latency, gamma_max, window, interval
         self.tau, self.budget, self.threshold, self.max_ratio = tau, budget, threshold, max_ratio
-        self.current = Plan()
+        self.current, self.branches, self.weighed = Plan(), None, []  # weighed: (skip set, way, α, seconds of a draft token)
 
     def plan(self, session):
         """Due? Knapsack, α of its survivors, tokens per time of each with every γ: the best stands for `interval` rounds."""
@@ -175,11 +175,13 @@ class KnapSpec(Planner):
             alphas = agreement(session, x, target_probs) if branches else []
             # The grid. A draft token costs its kept sublayers, a verification all 2L of them, whatever γ.
             target_s = max(L * (attention_s + mlp_s), 1e-12)
+            self.branches, self.weights, self.weighed, self.verify_s = branches, weights, [], [target_s] * (self.gamma_max + 1)
             self.current = Plan(tokens_per_second=1 / target_s)  # γ = 0: plain decoding
             for branch, alpha in zip(branches, alphas):
                 if not branch.skip_set:  # the target itself: its drafts are as slow as plain decoding
                     continue
                 draft_s = target_s - sum(mlp_s if item % 2 else attention_s for item in branch.skip_set)
+                self.weighed.append((branch.skip_set, "full", alpha, draft_s))
                 for gamma in range(1, self.gamma_max + 1):
                     rate = tokens_per_time(alpha, gamma, draft_s, target_s)
                     if rate > self.current.tokens_per_second:

@@ -199,7 +199,7 @@ class KnapSpecPlus(KnapSpec):
             self.prices = self.prices or Prices(self.latency, session.model.config.n_layer, "prices" in self.parts)
             self.unskipped, self.skipping = {way: Candidate(way) for way in self.ways}, Candidate("full")
             self.candidates = [self.unskipped[way] for way in self.ways[1:]]
-            self.lookup, self.next_look, self.planned_s = Lookup(), 0, 0.0
+            self.lookup, self.next_look, self.planned_s, self.branches = Lookup(), 0, 0.0, None
         self.verify_s = self.prices.verify_s(n, self.gamma_max)
         self.chosen, plan = self._best(n)
         if rounds >= self.next_look and self.gamma_max > 0 and self._worth_solving(session, plan):
@@ -217,10 +217,11 @@ class KnapSpecPlus(KnapSpec):
         """The candidate with the most tokens per time and its Plan; None and plain decoding where none is worth it."""
         best, plan = None, Plan(tokens_per_second=1 / self.verify_s[0])
         least = MARGIN * plan.tokens_per_second
-        for candidate in self.candidates:
-            rate, gamma = best_rate(candidate.alpha, self.prices.draft_s(n, candidate), self.verify_s)
+        self.weighed = [(c.skip_set, c.way, c.alpha, self.prices.draft_s(n, c)) for c in self.candidates]
+        for candidate, (skip_set, _, alpha, draft_s) in zip(self.candidates, self.weighed):
+            rate, gamma = best_rate(alpha, draft_s, self.verify_s)
             if rate > max(least, plan.tokens_per_second):
-                best, plan = candidate, Plan(candidate.skip_set, gamma, candidate.alpha, rate, self.prices.choices(candidate))
+                best, plan = candidate, Plan(skip_set, gamma, alpha, rate, self.prices.choices(candidate))
         return best, plan
 
     def _cheapest(self, n):
@@ -257,6 +258,7 @@ class KnapSpecPlus(KnapSpec):
         branches, x = knapsack(session.model.sublayers, weights, states, session.cache, budget=budget, tau=self.tau,
                                select=select if "pruning" in self.parts else None)  # fmt: skip
         alphas, distances = agreement(session, x, target_probs) if branches else [], [distance(branch.cosine) for branch in branches]
+        self.branches, self.weights = branches, weights
         # Eight tokens say little of one branch. All of them together say how fast rejections grow with the distance.
         slope = (SLOPE * SLOPE_WEIGHT + sum(1 - alpha for alpha in alphas)) / (SLOPE_WEIGHT + sum(distances))
         known = {(c.skip_set, c.way): c for c in self.candidates}

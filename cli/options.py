@@ -78,6 +78,7 @@ def build_parser():
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     add("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 elsewhere)")
     add("--compare", action="store_true", help="also time this method against plain decoding, two silent runs of each")
+    add("--explain", action="store_true", help="also tell what was weighed, why the plan was chosen, and what became of each draft")
     add("--json", metavar="FILE", help="write everything measured to FILE")
     add("--quiet", action="store_true", help="no progress bars and no report")
     add("--version", action="version", version=f"knapspec {VERSION} (torch {torch.__version__}, Python {sys.version.split()[0]})")
@@ -87,6 +88,8 @@ def build_parser():
 def parse(argv):
     """Options as an argparse.Namespace; method None stands for a fixed plan. Raises ValueError."""
     args = build_parser().parse_args(argv)
+    if args.quiet and args.explain:
+        raise ValueError("--explain is part of the report, which --quiet leaves out: drop one of them")
     args.quiet, fixed = args.quiet or not sys.stderr, args.gamma is not None
     if args.raw and args.system is not None:
         raise ValueError("--system is part of the chat template, which --raw leaves out: drop one of them")

@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 from cli.methods import WAYS
+from cli.terminal import ascii_only
 from loading.caches import write_text
 
 
@@ -36,16 +37,16 @@ def measurements(generation, text, clock, latency):
     }  # fmt: skip
 
 
-def check_writable(path):
-    """Raises ValueError before much work is spent on a file that cannot be written."""
+def check_writable(option, path):
+    """Raises ValueError before much work is spent on a file that cannot be written. option: which one names it."""
     if path.name in ("", "-") or path.exists() and not path.is_file():
-        raise ValueError(f"--json {path} is not a file: pass the name of one")
+        raise ValueError(f"{option} {path} is not a file: pass the name of one")
     if path.exists() and sys.stdout and os.path.samestat(path.stat(), os.fstat(1)):  # it would take the text's place
-        raise ValueError(f"--json {path} is where the text goes: pass another file")
+        raise ValueError(f"{option} {path} is where the text goes: pass another file")
     try:
         tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:
-        raise ValueError(f"cannot write --json {path} ({error.strerror}): pass a file in a folder of your own") from None
+        raise ValueError(f"cannot write {option} {path} ({error.strerror}): pass a file in a folder of your own") from None
 
 
 def write_json(path, result):
@@ -85,12 +86,12 @@ def plan_lines(method, n_layer, result, planner=None):
         return ["plain decoding: no gain was in sight that would have paid for solving the knapsack"]
     if not drafting:
         return [f"plain decoding: no draft {'promised to be faster' if method in ('knapspec+', 'knapspec', 'uniform') else 'was made'}"]
-    plan, ascii_only = drafting[-1], "utf" not in (sys.stderr.encoding or "").lower()
+    plan, plainly = drafting[-1], ascii_only()
     signs = {"full": ("█", "#"), "skip": ("░", "."), **{name: way.signs for name, way in WAYS.items()}}
     choices = plan["choices"] or ["full"] * (2 * n_layer)
     names = ["skip" if item in plan["skip_set"] else choices[item] for item in range(2 * n_layer)]
-    cells = "".join(signs[name][ascii_only] for name in names)
-    legend = ", ".join(f"{sign[ascii_only]} {name}" for name, sign in signs.items() if name in names)
+    cells = "".join(signs[name][plainly] for name in names)
+    legend = ", ".join(f"{sign[plainly]} {name}" for name, sign in signs.items() if name in names)
     predicted = plan["predicted_tokens_per_second"]
     expected = "" if predicted is None else f", {predicted:.1f} tokens/s expected"
     skipped = f"skip {len(plan['skip_set'])} of {2 * n_layer} sublayers, draft up to {plan['gamma']} tokens"

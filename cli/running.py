@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cli import report
+from cli import explain, report
 from cli.methods import BEYOND, NEW_TOKENS, make_planner
 from cli.options import encode_prompt, read_prompt
 from cli.terminal import Printer, say
+from cli.trace import Trace
 from decoding import FixedPlanner, Plan, generate
 from loading import load
 from model import KVCache
@@ -21,7 +22,7 @@ def run(args):
     """Loads, profiles, decodes, compares and reports; returns the exit status."""
     prompt = read_prompt(args)
     if args.json is not None:
-        report.check_writable(Path(args.json))
+        report.check_writable("--json", Path(args.json))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what failed in the end is told in our line
     if not BEYOND and not args.quiet:
         say("beyond/ is not there: the default is --method knapspec")
@@ -36,15 +37,16 @@ def run(args):
     fresh, latency = planner_for(args, model, tokenizer, len(prompt_ids))
     clock.append(time.perf_counter())
 
-    def decode(planner, on_token=None):
+    def decode(planner, on_token=None, model=model):
         return generate(
             model, prompt_ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids, temperature=args.temperature,
             top_p=args.top_p, rng=torch.Generator().manual_seed(args.seed), planner=planner, on_token=on_token,
         )  # fmt: skip
 
     status, printer, comparison, planner = 0, Printer(tokenizer), ({}, []), copy.deepcopy(fresh)
+    trace = Trace(planner, model) if args.explain else None
     try:
-        generation = decode(planner, printer)
+        generation = decode(trace, printer, trace.model) if trace else decode(planner, printer)
     except KeyboardInterrupt as interrupt:
         if not hasattr(interrupt, "generation"):
             raise
@@ -62,6 +64,8 @@ def run(args):
     if not args.quiet:
         untemplated = tokenizer.chat_template is None and not args.raw
         say("\n".join(["", *report.lines(args.method, model.config, result, untemplated=untemplated, planner=planner), *comparison[1]]))
+    if args.explain and not args.quiet:
+        say("\n".join(["", *explain.lines(trace, tokenizer, generation.token_ids, latency, model.config.n_layer)]))
     if args.json is not None:
         report.write_json(Path(args.json), result)
     return status
