@@ -116,7 +116,7 @@ def measure(model, *, context_lengths, gamma_max, progress=False):
     """
     L = model.config.n_layer
     attention, mlp = frozenset(range(0, 2 * L, 2)), frozenset(range(1, 2 * L, 2))
-    ks = sorted({k for k in (1, 5, 9, 17, gamma_max + 1) if k <= gamma_max + 1})
+    ks = sorted({k for k in (1, 5, 17, gamma_max + 1) if k <= gamma_max + 1})
     skips = [frozenset(), attention, mlp, attention | mlp]
     runs = [("full", frozenset(), k) for k in ks[1:]] + [(way, skip, 1) for way in ("full", *model.table) for skip in skips]
     cache = KVCache(model.config, max(context_lengths) + gamma_max + 1, device=model.device, dtype=model.dtype)

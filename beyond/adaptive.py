@@ -242,7 +242,7 @@ class KnapSpecPlus(KnapSpec):
         whole_s = self.prices.draft_s(n, whole)
         rate = max((best_rate(whole.alpha * alpha_at(far), whole_s - saved_s, self.verify_s)[0]
                     for far, saved_s in free_look(states, seconds, self.budget)), default=0.0)  # fmt: skip
-        if not rate or session.remaining * (1 / plan.tokens_per_second - 1 / rate) <= price_s:
+        if not rate or session.remaining * (1 / plan.tokens_per_second - MARGIN / rate) <= price_s:
             return False
         self.planned_s += price_s
         return True
