@@ -28,6 +28,7 @@ import pytest
 import torch
 
 import decoding
+from beyond.ways import add_ways
 from decoding import FixedPlanner, Plan, draft, generate
 from knapspec import KnapSpec
 from tests.testing_models import (
@@ -143,12 +144,16 @@ def test_extreme_settings_give_the_greedy_text():
         assert generation.token_ids == greedy and 0 < generation.accepted < generation.drafted
 
 
-def test_in_bfloat16_the_first_difference_is_a_near_tie():
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_in_bfloat16_the_first_difference_is_a_near_tie(eight_bits):
     differences = 0
     for seed in range(4):
         model, prompt = random_model(DEEP, seed=seed, dtype=torch.bfloat16), _prompt(9, seed)
         plain = generate(model, prompt, max_new_tokens=40).token_ids
-        other = generate(model, prompt, max_new_tokens=40, planner=Restless(seed)).token_ids
+        if eight_bits:
+            add_ways(model, ["int8"])
+        planner = FixedPlanner(Plan(frozenset(), 3, choices=("int8",) * (2 * DEEP.n_layer + 1))) if eight_bits else Restless(seed)
+        other = generate(model, prompt, max_new_tokens=40, planner=planner).token_ids
         first = next((i for i, pair in enumerate(zip(plain, other)) if pair[0] != pair[1]), None)
         if first is not None:
             differences += 1

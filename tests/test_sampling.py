@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import decoding
+from beyond.ways import add_ways
 from decoding import (
     FixedPlanner,
     Plan,
@@ -292,6 +293,24 @@ def test_text_from_given_drafts_has_exactly_the_plain_distribution(monkeypatch, 
     found = explorer.distribution(lambda: _first_three(model, planner=planner, **options))
     for said in wanted.keys() | found.keys():
         assert found.get(said, 0.0) == pytest.approx(wanted.get(said, 0.0), abs=1e-6), said
+
+
+def test_in_bfloat16_eight_bit_drafts_keep_the_distribution(monkeypatch):
+    """A verified block differs from single steps by roundings of bfloat16; the drafts differ from both by far more than that."""
+    model, explorer = random_model(tiny_config(vocab_size=3, n_layer=2), dtype=torch.bfloat16), Explorer(monkeypatch)
+    add_ways(model, ["int8"])
+    planner = FixedPlanner(Plan(frozenset({2}), 2, choices=("int8",) * 5))
+
+    def three(planner=None):
+        return explorer.distribution(lambda: _first_three(model, planner=planner, temperature=1.0, top_p=0.95))
+
+    def apart(some, others):
+        return sum(abs(some.get(said, 0.0) - others.get(said, 0.0)) for said in some.keys() | others.keys()) / 2
+
+    plain, drafted = three(), three(planner)
+    assert apart(plain, drafted) < 0.01
+    monkeypatch.setattr(decoding, "bernoulli", lambda chance, rng: True)  # as if whatever is drafted were accepted
+    assert apart(plain, three(planner)) > 0.05
 
 
 def test_accept_passes_a_chi_square_test():
