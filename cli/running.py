@@ -101,15 +101,19 @@ def compare(args, model, prompt_ids, shown, decode, fresh):
     if identical is None:
         lines.append("  same distribution, not the same text: both are sampled")
     else:
-        lines.append(f"  token ids: {'the same' if identical else difference(model, prompt_ids, others[0], token_ids)}")
+        lines.append("  token ids: the same" if identical else f"  token ids: {told(*difference(model, prompt_ids, others[0], token_ids))}")
     baseline = {"tokens_per_second": rates[1], "token_ids": token_ids}
     return {"baseline": baseline, "speedup": speedup, "identical": identical}, lines
 
 
 def difference(model, prompt_ids, a, b):
-    """Where two lists of new token ids part, and how close the target's decision was there."""
+    """Where two lists of new token ids part, and how far apart the target's two best logits are there."""
     position = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     tokens = torch.tensor([*prompt_ids, *a[:position]], device=model.device)
     cache = KVCache(model.config, len(tokens), device=model.device, dtype=model.dtype)
     first, second = model(tokens, cache, last=1)[0].float().topk(2).values.tolist()
-    return f"different from new token {position + 1} on, where the target's two best logits are {first - second:.2g} apart"
+    return position, first - second
+
+
+def told(position, gap):
+    return f"different from new token {position + 1} on, where the target's two best logits are {gap:.2g} apart"

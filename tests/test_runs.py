@@ -41,7 +41,7 @@ from tests.testing_benchmark import (
     simulated,
     tiny_folder,
 )
-from tests.testing_models import latency_model, random_model
+from tests.testing_models import latency_model, prefilled, random_model
 
 # --- Prompts ---------------------------------------------------------------------------------------------------------
 
@@ -153,9 +153,11 @@ def test_a_text_that_differs_is_told():
         return run | {"token_ids": run["token_ids"][:-1] + [(run["token_ids"][-1] + 1) % CONFIG.vocab_size]}
 
     (run,) = beside_plain(model, PROMPTS[0][1], {"wrong": wrong}, options=OPTIONS)
-    assert run["identical"] is False and "from new token 17 on" in run["difference"]
+    first, second = prefilled(model, PROMPTS[0][1] + decode(model, PROMPTS[0][1], Planner(), **OPTIONS)["token_ids"][:-1])[1][-1].topk(2).values
+    assert run["identical"] is False and run["gap"] == pytest.approx(float(first - second), abs=1e-5)
     assert "token_ids" not in run
-    assert other_texts({"a": {"runs": [run, {"identical": True}]}}) == ", ANOTHER TEXT in 1 runs"
+    runs = [run, {"identical": False, "gap": 9.0}, {"identical": True}]
+    assert other_texts({"a": {"runs": runs}}) == ", ANOTHER TEXT in 2 runs: the two best logits are up to 9 apart where it begins"
     assert other_texts({"a": {"runs": [{"identical": True}, {}]}}) == ""
 
 
