@@ -158,7 +158,10 @@ class FixedPlanner(Planner):
 
 @dataclass
 class Round:
-    """What one round did: `accepted` of `drafted` tokens stood (those shown), then came one of the target's own."""
+    """What one round did: the first `accepted` of its `drafted` tokens went into the text, then one of the target's own.
+
+    No token goes into the text behind an end-of-text: where a draft holds one that is accepted, it is the last.
+    """
 
     position: int  # tokens in the cache before it
     plan: Plan

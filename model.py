@@ -82,10 +82,11 @@ def _yarn_frequencies(frequencies, base, D, original, factor, scaling):
 
 
 class KVCache:
-    """Keys and values of every layer, allocated once; `length`, the number of verified tokens, is the caller's.
+    """Keys and values of every layer, allocated once; `length`, the number of verified tokens, is set by the caller.
 
-    A forward writes its keys and values behind `length` and leaves `length` alone, so that rolling back is
-    not moving it. The rotary tables live here too: they have a row for each position as well.
+    A forward writes its keys and values behind `length` and leaves `length` alone. The caller then adds the tokens that
+    stand; those of rejected ones are written over by the next forward, so that nothing has to be undone. The rotary
+    tables live here too: they have a row for each position as well.
     """
 
     def __init__(self, config, max_length, *, device="cpu", dtype=torch.float32):

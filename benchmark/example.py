@@ -10,7 +10,6 @@ from benchmark import pictures
 from decoding import accept, sampling_probs
 from knapspec import (
     KnapSpec,
-    agreement,
     expected_tokens,
     integer_weights,
     knapsack,
@@ -49,30 +48,29 @@ def example_session():
 
 
 def solved(session, weights, **options):
-    """The knapsack's branches behind each item, and the states of the last ones."""
+    """The knapsack's branches behind each item."""
     rows = []
 
     def watch(item, branches):
         rows.append(branches)
         return branches
 
-    _, x = knapsack(session.model.sublayers, weights, session.window(8)[0], session.cache, select=watch, **options)
-    return rows, x
+    knapsack(session.model.sublayers, weights, session.window(8)[0], session.cache, select=watch, **options)
+    return rows
 
 
 def table_of_states(session, weights, budget):
-    """[{weight saved: (the Branch that goes on, those it beats)}] behind each item, and the final states."""
-    survivors, x = solved(session, weights, budget=budget)
+    """[{weight saved: (the Branch that goes on, those it beats)}] behind each item."""
+    survivors = solved(session, weights, budget=budget)
     # With weights of 1, 2, 4 … no two branches weigh alike, so that all go on: this tells what the beaten ones are worth.
-    every, _ = solved(session, [2**item for item in range(2 * L)], budget=4**L, tau=-1.0)
+    every = solved(session, [2**item for item in range(2 * L)], budget=4**L, tau=-1.0)
     rows, before = [], {frozenset()}
     for item, (stay, tried) in enumerate(zip(survivors, every)):
         sets = {branch.skip_set for branch in stay}
         beaten = [branch for branch in tried if branch.skip_set - {item} in before and branch.skip_set not in sets]
-        weight = {branch: sum(weights[i] for i in branch.skip_set) for branch in beaten}
-        rows.append({branch.weight: (branch, [b for b in beaten if weight[b] == branch.weight]) for branch in stay})
+        rows.append({b.weight: (b, [lost for lost in beaten if sum(weights[i] for i in lost.skip_set) == b.weight]) for b in stay})
         before = sets
-    return rows, x
+    return rows
 
 
 def name(skip_set):
@@ -110,17 +108,16 @@ Of equal weight the highest cosine goes on:
 """ + "\n".join(lines)
 
 
-def choice_told(session, rows, x):
+def choice_told(session):
     plain_s = L * (ATTENTION_S + MLP_S)
-    latency = LatencyModel(0.0, MLP_S, (ATTENTION_S, 0.0), ((1, plain_s, 0.0),), 0.0)
+    planner = KnapSpec(LatencyModel(0.0, MLP_S, (ATTENTION_S, 0.0), ((1, plain_s, 0.0),), 0.0))
+    plan = planner.plan(session)
     lines = [f"3. The choice. α is the share of {len(ENDS)} tokens that a branch says as the target does. A plain step takes {ms(plain_s)} ms."]
-    for (branch, _), alpha in zip(rows[-1].values(), agreement(session, x, session.window(8)[1])):
-        draft_s = latency.draft(branch.skip_set, 0, L)
+    for skip_set, _, alpha, draft_s in [(frozenset(), "full", 1.0, plain_s), *planner.weighed]:
         rates = [tokens_per_time(alpha, gamma, draft_s, plain_s) for gamma in range(9)]
-        gamma = max(range(1, 9), key=rates.__getitem__) if branch.skip_set else 0  # skipping nothing is plain decoding
+        gamma = max(range(1, 9), key=rates.__getitem__) if skip_set else 0  # skipping nothing is plain decoding
         what = f"best γ = {gamma}: {expected_tokens(alpha, gamma):.2f} tokens in {ms(gamma * draft_s + plain_s)} ms"
-        lines.append(f"   {name(branch.skip_set):5}  α = {alpha:.3f}, a draft step {ms(draft_s):>3} ms, {what}, {rates[gamma]:.2f} tokens/s")
-    plan = KnapSpec(latency).plan(session)
+        lines.append(f"   {name(skip_set):5}  α = {alpha:.3f}, a draft step {ms(draft_s):>3} ms, {what}, {rates[gamma]:.2f} tokens/s")
     return "\n".join([*lines, f"   The plan: skip {name(plan.skip_set)}, draft {plan.gamma} tokens, {plan.tokens_per_second:.2f} tokens/s expected."])
 
 
@@ -184,8 +181,8 @@ def run(arguments):
     if arguments.plot:
         pictures.check("--plot", arguments.plot)
     session, weights = example_session(), integer_weights(ATTENTION_S, MLP_S, L)
-    rows, x = table_of_states(session, weights, budget=sum(weights) // 2)
-    told = [tokens_per_time_told(), table_told(weights, rows), choice_told(session, rows, x), rejection_told()]
+    rows = table_of_states(session, weights, budget=sum(weights) // 2)
+    told = [tokens_per_time_told(), table_told(weights, rows), choice_told(session), rejection_told()]
     if arguments.plot:
         told.append(pictures.draw(arguments.plot, (7, 5), paint(rows)))
     return "\n\n".join(told)

@@ -157,18 +157,19 @@ def free_look(states, seconds, budget):
 
 
 def promising(weights, budget, rate):
-    """A `select` for the knapsack: the branches whose course promises most of rate(α, weight saved).
+    """A `select` for the knapsack: the few branches that promise most of rate(α, weight saved) if they go on as they began.
 
-    Their course: weight saved and squared distance grow in proportion to the weight of the items passed.
+    That is, weight saved and squared distance grow in proportion to the weight of the items passed: behind a third of it,
+    a branch is judged by three times of both.
     """
 
     def select(item, branches):
         stretch = sum(weights[2:-2]) / max(sum(weights[2 : item + 1]), 1)
 
-        def course(branch):
+        def promise(branch):
             return rate(alpha_at(distance(branch.cosine) * math.sqrt(stretch)), min(branch.weight * stretch, budget))
 
-        return sorted(sorted(branches, key=course, reverse=True)[:BRANCHES], key=lambda branch: branch.weight)
+        return sorted(sorted(branches, key=promise, reverse=True)[:BRANCHES], key=lambda branch: branch.weight)
 
     return select
 

@@ -23,7 +23,7 @@ def degrees(branch):
 
 def test_the_table_tells_who_beats_whom():
     session, weights = example.example_session(), integer_weights(example.ATTENTION_S, example.MLP_S, example.L)
-    rows, _ = example.table_of_states(session, weights, budget=3)
+    rows = example.table_of_states(session, weights, budget=3)
     told = [{w: (set(b.skip_set), degrees(b), [(set(x.skip_set), degrees(x)) for x in beaten]) for w, (b, beaten) in row.items()} for row in rows]
     first, second = {0: (set(), 0, [])}, {0: (set(), 0, []), 1: ({2}, 40, [])}
     third = {0: (set(), 0, []), 1: ({3}, 30, [({2}, 40)]), 2: ({2, 3}, 10, [])}
