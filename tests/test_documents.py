@@ -60,27 +60,24 @@ def told():
             yield document, [command.strip() for line in block.splitlines() for command in line.partition(" #")[0].split("&&")]
         text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
         for code in re.findall(r"`([^`]+)`", text.replace("\n", " ")):
-            if code.startswith(("python ", "pip ")):
+            if " " in code and code.split()[0] in ("python", "pip", *COMMANDS):  # half a command, `speed --only rates`, is none
                 yield document, [code]
-            elif code.split()[0] in COMMANDS and "--" in code:  # "`speed --only short`", where the rest goes without saying
-                yield document, [f"python -m benchmark {code}"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder to run commands in, and a cache whose default model is small and random."""
-    place = tmp_path_factory.mktemp("place")
-    (place / "pictures").mkdir()
-    (place / "cache").mkdir()
+def cache(tmp_path_factory):
+    """A cache whose default model is small and random."""
+    cache = tmp_path_factory.mktemp("cache")
     config = LLAMA | {"num_hidden_layers": 30, "max_position_embeddings": 80}  # as many layers as the real one, and short texts
-    write_folder(place / "cache" / "SmolLM2-135M-Instruct", config, tokenizer_config_json={"chat_template": CHATML})
-    return place
+    write_folder(cache / "SmolLM2-135M-Instruct", config, tokenizer_config_json={"chat_template": CHATML})
+    return cache
 
 
 @pytest.fixture(autouse=True)
-def there(place, monkeypatch):
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("KNAPSPEC_CACHE", str(place / "cache"))
+def there(cache, tmp_path, monkeypatch):
+    (tmp_path / "pictures").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KNAPSPEC_CACHE", str(cache))
 
 
 @pytest.mark.parametrize(("document", "commands"), list(told()), ids=lambda value: value if isinstance(value, str) else value[0])
