@@ -4,9 +4,10 @@ A model of L layers has 2L sublayers: item 2i is the attention of layer i, item 
 them. Which ones is a 0/1 knapsack: an item weighs what skipping it saves, measured at the present context, and is worth
 what keeping it does for the similarity to the full model's hidden states.
 
-Read it from top to bottom: tokens per time says what a skip set and γ are worth, the knapsack finds skip sets worth
-pricing, α says how often their drafts are accepted, and the planner takes the best. decoding.py holds the loop that
-drafts and verifies; what goes past the paper is in beyond/. Run this file to decode from the command line.
+Read it from top to bottom, by the numbers of the README's steps: 1 measures latencies (profile.py does), 2 turns them into
+weights, 3 finds skip sets worth pricing, 4 says how often their drafts are accepted, and 5 takes what promises the most
+tokens per time. Step 6, the loop that drafts, verifies and accepts, is in decoding.py; what goes past the paper is in
+beyond/. Run this file to decode from the command line.
 """
 
 if __name__ == "__main__":  # first, so that importing torch, which takes seconds, is part of the command
@@ -24,26 +25,26 @@ from model import Context
 
 __all__ = ["KnapSpec", "generate", "knapsack", "tokens_per_time"]
 
-# --- 1. Tokens per time ----------------------------------------------------------------------------------------------
+# --- 1. Measure ------------------------------------------------------------------------------------------------------
 
 
-def expected_tokens(alpha, gamma):
-    """Mean tokens of a round of gamma drafts: 1 + α + … + α^γ, the correction or bonus token included.
-
-    alpha: the chance that one drafted token is accepted. Source: Leviathan et al. 2023, equation 1.
-    """
-    return gamma + 1 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+def measured(session, gamma_max):
+    """The LatencyModel of the session's model, from disk or measured now, for the prompt's context and some new tokens."""
+    return latency_model(session.model, context=session.cache.length + min(session.remaining, 256), gamma_max=gamma_max)
 
 
-def tokens_per_time(alpha, gamma, draft_s, verify_s):
-    """TPT in tokens per second: draft_s are the seconds of one draft token, verify_s those of one verification.
-
-    γ = 0 is plain decoding: one token for one verification. Source: KnapSpec's objective.
-    """
-    return expected_tokens(alpha, gamma) / (gamma * draft_s + verify_s)
+# --- 2. Weigh --------------------------------------------------------------------------------------------------------
 
 
-# --- 2. Branches -----------------------------------------------------------------------------------------------------
+def integer_weights(attention_s, mlp_s, n_layer, max_ratio=None):
+    """What each of the 2L items weighs: the cheaper kind 1, the other its multiple, rounded; at most max_ratio."""
+    cheaper, dearer = sorted((attention_s, mlp_s))
+    ratio = min(dearer / max(cheaper, 1e-3 * dearer), max_ratio or 1000) if dearer > 0 else 1  # one may be too fast to measure
+    heavy = max(1, round(ratio))
+    return [heavy if (item % 2 == 0) == (attention_s > mlp_s) else 1 for item in range(2 * n_layer)]
+
+
+# --- 3. Solve the knapsack -------------------------------------------------------------------------------------------
 
 
 class Branches(Context):
@@ -67,24 +68,13 @@ class Branches(Context):
         return keys[None], torch.cat((self.cache.values[layer, :, : self.start], v.transpose(0, 1)), 1)[None]
 
 
-# --- 3. The knapsack -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Branch:
-    """A way through the items so far; at the end, a draft. Its states are kept apart, batched with the others'."""
+    """A way through the items so far, each kept or skipped; at the end, a draft. The states of all are one tensor, x."""
 
     skip_set: frozenset
     weight: int  # units of time saved
     cosine: float  # to the target's states behind the last item, mean over the window
-
-
-def integer_weights(attention_s, mlp_s, n_layer, max_ratio=None):
-    """What each of the 2L items weighs: the cheaper kind 1, the other its multiple, rounded; at most max_ratio."""
-    cheaper, dearer = sorted((attention_s, mlp_s))
-    ratio = min(dearer / max(cheaper, 1e-3 * dearer), max_ratio or 1000) if dearer > 0 else 1  # one may be too fast to measure
-    heavy = max(1, round(ratio))
-    return [heavy if (item % 2 == 0) == (attention_s > mlp_s) else 1 for item in range(2 * n_layer)]
 
 
 @torch.inference_mode()
@@ -94,8 +84,9 @@ def knapsack(sublayers, weights, states, cache, *, budget, tau=0.5, select=None)
     sublayers: 2L functions of states and a context. weights: what skipping each saves, whole numbers. states: the
     target's x_0 … x_2L at the last W verified positions, each (W, H), x_b behind b items; cache.length counts these
     positions in. budget: the most weight to save. tau: the least cosine of a branch. select(item, branches) may choose
-    which branches go on behind each item. Returns ([Branch] by weight, their final states (B, W, H)). Source: KnapSpec's
-    dynamic program; it never skips the first and the last layer.
+    which branches go on behind each item. Returns ([Branch] by weight, their final states (B, W, H)). A heuristic: a
+    branch that is beaten might have ended closer, since cosines do not add up as values in a knapsack do. Source:
+    KnapSpec's dynamic program; it never skips the first and the last layer.
     """
     W, H = states[0].size()
     branches, x, context = [Branch(frozenset(), 0, 1.0)], states[0][None], None  # x: (B, W, H)
@@ -103,13 +94,13 @@ def knapsack(sublayers, weights, states, cache, *, budget, tau=0.5, select=None)
         B = len(branches)
         if context is None or context.cos.size(0) != B * W:
             context = Branches(cache, B, W)
-        # 1. Keep the item: run it on all branches in one batched call. Skip it: the states as they are, and weight saved.
+        # Keep the item: run it on all branches in one batched call. Skip it: the states as they are, and weight saved.
         x = torch.cat((sublayer(x.reshape(B * W, H), context).view(B, W, H), x))
         cosine = torch.cosine_similarity(x.float(), states[item + 1].float(), dim=-1).mean(-1).tolist()
         proposals = [Branch(b.skip_set, b.weight, c) for b, c in zip(branches, cosine)]
         if 2 <= item < len(sublayers) - 2:
             proposals += [Branch(b.skip_set | {item}, b.weight + weights[item], c) for b, c in zip(branches, cosine[B:])]
-        # 2. Drop what saves too much or fell under τ. Of equal weights keep the closest to the target.
+        # Drop what saves too much or fell under τ. Of equal weights keep the closest to the target.
         best = {}
         for row, branch in enumerate(proposals):
             fits = branch.weight <= budget and branch.cosine >= tau
@@ -123,7 +114,7 @@ def knapsack(sublayers, weights, states, cache, *, budget, tau=0.5, select=None)
     return branches, x
 
 
-# --- 4. α: how often a draft is accepted -----------------------------------------------------------------------------
+# --- 4. Estimate α ---------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -138,23 +129,36 @@ def agreement(session, x, target_probs):
     return torch.minimum(draft_probs.view(B, W, -1), target_probs).sum(-1).mean(-1).tolist()
 
 
-# --- 5. The planner --------------------------------------------------------------------------------------------------
+# --- 5. Choose -------------------------------------------------------------------------------------------------------
 
 
-def measured(session, gamma_max):
-    """The LatencyModel of the session's model, from disk or measured now, for the prompt's context and some new tokens."""
-    return latency_model(session.model, context=session.cache.length + min(session.remaining, 256), gamma_max=gamma_max)
+def expected_tokens(alpha, gamma):
+    """Mean tokens of a round of gamma drafts: 1 + α + … + α^γ, the correction or bonus token included.
+
+    alpha: the chance that a drafted token is accepted, the same for each, so that the i-th counts with α^i. Source:
+    Leviathan et al. 2023, equation 1.
+    """
+    return gamma + 1 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def tokens_per_time(alpha, gamma, draft_s, verify_s):
+    """TPT in tokens per second: draft_s are the seconds of one draft token, verify_s those of one verification.
+
+    γ = 0 is plain decoding: one token for one verification. Source: KnapSpec's objective.
+    """
+    return expected_tokens(alpha, gamma) / (gamma * draft_s + verify_s)
 
 
 class KnapSpec(Planner):
     """The paper's planner: every `interval` rounds the knapsack on the last `window` tokens, and the grid over (S, γ).
 
-    latency: a profile.LatencyModel, by default measured before the first plan. gamma_max: the longest draft. tau: the least cosine of a branch. budget: the largest
-    share of all weight that a draft may save. threshold: a draft ends behind a token of less confidence; 0 turns that
-    off. max_ratio: a cap on the ratio of weights: it bounds the table, and with it the time of planning, but where
-    attention costs more than that many MLPs the knapsack takes it for cheaper than it is. Source: KnapSpec, and where
-    the paper is silent its authors' code. Differs: no cap by default (theirs is 5), and the first plan follows the
-    prompt, where theirs drafts with nothing skipped until five rounds are verified.
+    latency: a profile.LatencyModel, by default measured before the first plan. gamma_max: the longest draft. tau: the
+    least cosine of a branch. budget: the largest share of all weight that a draft may save. threshold: a draft ends
+    behind a token of less confidence; 0 turns that off. max_ratio: a cap on the ratio of weights. It bounds the number of
+    branches, and with it the time of planning; but where attention costs more than that many MLPs, the knapsack takes it
+    for cheaper than it is. Source: KnapSpec, and where the paper is silent its authors' code. Differs: no cap by default
+    (theirs is 5), and the first plan follows the prompt, where theirs drafts with nothing skipped until five rounds are
+    verified.
     """
 
     def __init__(self, latency=None, *, gamma_max=8, window=8, interval=64, tau=0.5, budget=0.5, threshold=0.7, max_ratio=None):
@@ -163,7 +167,7 @@ class KnapSpec(Planner):
         self.current, self.branches, self.weighed = Plan(), None, []  # weighed: (skip set, way, α, seconds of a draft token)
 
     def plan(self, session):
-        """Due? Knapsack, α of its survivors, tokens per time of each with every γ: the best stands for `interval` rounds."""
+        """If one is due: the knapsack, α of its survivors, tokens per time of each with every γ; the best stands for `interval` rounds."""
         if session.generation.rounds % self.interval == 0:
             self.latency = self.latency or measured(session, self.gamma_max)
             n, L = session.cache.length, session.model.config.n_layer
