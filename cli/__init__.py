@@ -18,6 +18,8 @@ def main(argv=None):
     try:
         if sys.version_info < (3, 10):  # noqa: UP036, this is where an older one ends
             raise ValueError(f"Python 3.10 or newer is needed, and this is {sys.version.split()[0]}")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") != "0":
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, of torchrun's processes the first alone speaks
         if sys.stdout:
             sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale
         # These import torch, which takes seconds, and where it runs Python from C it swallows a KeyboardInterrupt.

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -20,6 +21,14 @@ from model import KVCache
 
 def run(args):
     """Loads, profiles, decodes, compares and reports; returns the exit status."""
+    parallel = int(os.environ.get("WORLD_SIZE", "1")) > 1  # set by torchrun
+    if parallel:
+        from beyond.parallel import follow, lead
+
+        if args.method == "swift":
+            raise ValueError("--method swift rewrites the cache, which several processes share: pass another, or start one process")
+        if int(os.environ.get("RANK", "0")):
+            return follow(args.model, device=args.device, dtype=args.dtype)
     prompt = read_prompt(args)
     if args.json is not None:
         report.check_writable("--json", Path(args.json))
@@ -27,8 +36,8 @@ def run(args):
     if not BEYOND and not args.quiet:
         say("beyond/ is not there: the default is --method knapspec")
     clock = [time.perf_counter()]
-    model, tokenizer = load(args.model, device=args.device, dtype=args.dtype, progress=not args.quiet)
-    if BEYOND and model.device.type == "cuda":
+    model, tokenizer = (lead if parallel else load)(args.model, device=args.device, dtype=args.dtype, progress=not args.quiet)
+    if BEYOND and not parallel and model.device.type == "cuda":
         from beyond.graphs import use_graphs
 
         use_graphs(model)

@@ -22,33 +22,35 @@ from model import Transformer
 __all__ = ["load"]
 
 
-def load(name_or_path=None, *, device=None, dtype=None, progress=True) -> tuple[Transformer, Tokenizer]:
+def load(name_or_path=None, *, device=None, dtype=None, progress=True, make=Transformer, rank=0) -> tuple[Transformer, Tokenizer]:
     """Loads a model and its tokenizer from a local folder, a Hub id or, for None, the default model.
 
     device: "cpu", "cuda", ...; default: cuda where there is one. dtype: torch.dtype or its name; default: float32
-    on a CPU, bfloat16 elsewhere. progress: bars on standard error. Raises ValueError.
+    on a CPU, bfloat16 elsewhere. progress: bars on standard error. make(config): what is to be filled; where it has a
+    tensor smaller than the checkpoint's along one dimension, it gets that tensor's part number `rank`. Raises ValueError.
     The configuration, and whether the model fits, is judged before weights are fetched; their headers before they are read.
     """
     device, dtype = _device_and_dtype(device, dtype)
     try:
         fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path, progress=progress)
-        return _load(fetch, device, dtype, progress)
+        return _load(fetch, device, dtype, progress, make, rank)
     except torch.OutOfMemoryError:
         raise ValueError(f"the model does not fit on {device}: pass --device cpu, or a smaller --model") from None
     except OSError as error:
         raise ValueError(f"cannot read the model ({first_line(error)}): see to its files, or pass another") from None
 
 
-def _load(fetch, device, dtype, progress):
+def _load(fetch, device, dtype, progress, make, rank):
     raw = read_json(fetch("config.json"))
     config = read_config(raw)
     tokenizer = _read_tokenizer(fetch, raw, config.vocab_size)
     with torch.device("meta"), _WithoutInit():  # shapes only: nothing is allocated
-        model = Transformer(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    _refuse_what_does_not_fit(shapes, device, dtype)
+        model = make(config)
+        whole = model if make is Transformer else Transformer(config)
+    shapes, parts = ({name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (whole, model))
+    _refuse_what_does_not_fit(parts, device, dtype)
     tensors = find_tensors(fetch, shapes, config.tied)
-    return model.load(read_tensors(tensors, device, dtype, progress)), tokenizer
+    return model.load(read_tensors(tensors, device, dtype, progress, parts, rank)), tokenizer
 
 
 def _read_tokenizer(fetch, raw, vocab_size):

@@ -117,27 +117,30 @@ def _unique(pairs):
     return dict(pairs)
 
 
-def read_tensors(tensors, device, dtype, progress=True):
+def read_tensors(tensors, device, dtype, progress=True, parts=None, rank=0):
     """Yields (name, tensor) in dtype on device for find_tensors' answer, one by one, and keeps none.
 
+    parts: {name: shape} of what is wanted: all, or part number `rank` along the one dimension that is smaller.
     Files are read, not mapped: mapped pages would count as this process's memory for as long as the mapping lives.
     """
-    sizes = {name: math.prod(shape) * DTYPES[kind].itemsize for name, (_, kind, shape, _) in tensors.items()}
+    parts = parts or {name: shape for name, (_, _, shape, _) in tensors.items()}
+    sizes = {name: math.prod(parts[name]) * DTYPES[kind].itemsize for name, (_, kind, _, _) in tensors.items()}
     buffer, untrimmed = torch.empty(_CHUNK_BYTES, dtype=torch.uint8), 0
     bar = tqdm(desc="Loading", total=sum(sizes.values()), unit="B", unit_scale=True, leave=False, disable=None if progress else True)
     with contextlib.ExitStack() as stack, bar:
         paths = {path for path, *_ in tensors.values()}
         files = {path: stack.enter_context(open(path, "rb", buffering=0)) for path in paths}
         for name, (path, kind, shape, offset) in tensors.items():
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            files[path].seek(offset)
-            for part in tensor.view(-1).split(_CHUNK_BYTES // DTYPES[kind].itemsize):
-                raw = buffer[: part.numel() * DTYPES[kind].itemsize]
-                if files[path].readinto(raw.numpy()) != raw.numel():
-                    raise ValueError(f"{path} ended while it was read: download it again")
-                part.copy_(raw.view(DTYPES[kind]))
-                bar.update(raw.numel())
-            del part
+            tensor = torch.empty(parts[name], dtype=dtype, device=device)
+            for piece, start in _pieces(tensor, shape, rank):
+                files[path].seek(offset + start * DTYPES[kind].itemsize)
+                for chunk in piece.split(_CHUNK_BYTES // DTYPES[kind].itemsize):
+                    raw = buffer[: chunk.numel() * DTYPES[kind].itemsize]
+                    if files[path].readinto(raw.numpy()) != raw.numel():
+                        raise ValueError(f"{path} ended while it was read: download it again")
+                    chunk.copy_(raw.view(DTYPES[kind]))
+                    bar.update(raw.numel())
+            del piece, chunk
             yield name, tensor
             del tensor
             untrimmed += sizes[name]
@@ -145,6 +148,13 @@ def read_tensors(tensors, device, dtype, progress=True):
                 _return_freed_memory()
                 untrimmed = 0
     _return_freed_memory()
+
+
+def _pieces(tensor, shape, rank):
+    """The runs of a tensor that lie in one piece in the file, which holds one of that shape: [(a run, flat; its first element there)]."""
+    if tensor.shape[1:] == shape[1:]:  # whole rows
+        return [(tensor.view(-1), rank * tensor.numel() if tensor.shape != shape else 0)]
+    return [(row, i * shape[1] + rank * len(row)) for i, row in enumerate(tensor)]
 
 
 def _return_freed_memory():

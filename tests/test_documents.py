@@ -37,6 +37,7 @@ NOT_RUN = {
     "pip install": "needs the network; .ci/run does it",
     "pytest": "is what runs now",
     "python knapspec.py --model meta-llama/": "needs the Hub",
+    "torchrun": "needs the Hub; test_parallel.py starts several processes",
     "python -m benchmark speed": "takes minutes to an hour",
     "python -m benchmark compare": "takes minutes to an hour",
     "python -m benchmark parts": "takes minutes to an hour",
@@ -86,7 +87,7 @@ def test_commands_run_as_they_stand(document, commands, capfd):
     for command in commands:
         reason = next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
         match shlex.split(command):
-            case ["python", "knapspec.py", *options]:
+            case ["python", "knapspec.py", *options] | ["torchrun", _, _, "knapspec.py", *options]:
                 run, check = cli.main, parse
             case ["python", "-m", "benchmark", *options]:
                 run, check = benchmark, build_parser().parse_args

@@ -107,6 +107,20 @@ def test_every_dtype_is_converted_exactly(tmp_path, monkeypatch, stored, asked):
     assert quiet_load(folder, dtype=asked)[0].dtype == wanted
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_part_of_a_tensor_is_read_by_itself(tmp_path, monkeypatch, stored):
+    monkeypatch.setattr(loading_weights, "_CHUNK_BYTES", 12)  # several pieces for each row of a part
+    weights = random_weights(LLAMA, dtype=stored)
+    folder = write_folder(tmp_path / "m", weights=weights)
+    names = [f"model.layers.1.{name}.weight" for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm")]
+    found = loading_weights.find_tensors(lambda file, required=True: folder / file, {n: tuple(w.shape) for n, w in weights.items()}, tied=False)
+    for rank in range(2):
+        wanted = dict(zip(names, (weights[names[0]].chunk(2, 0)[rank], weights[names[1]].chunk(2, 1)[rank], weights[names[2]])))
+        parts = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        read = dict(loading_weights.read_tensors({n: found[n] for n in names}, torch.device("cpu"), torch.float32, False, parts, rank))
+        assert all(torch.equal(read[name], wanted[name].float()) for name in names)
+
+
 MEASURE = """
 import re, sys
 from loading import load
