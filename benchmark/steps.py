@@ -1,7 +1,10 @@
 """Rows of `speed` on single steps and what is around them: the forward, the profile, the start, memory."""
 
 import functools
+import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,11 +14,16 @@ from profile import latency_model, timed
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import save_file
 
 from benchmark.bench import Row
 from benchmark.runs import median
 from beyond.ways import add_ways
-from model import KVCache
+from loading.config import read_config
+from loading.default_model import default_model_folder
+from loading.files import read_json
+from loading.weights import read_header
+from model import KVCache, Transformer
 
 ROOT = Path(__file__).parent.parent
 
@@ -88,22 +96,24 @@ def start(bench):
 
 # Linux alone has VmHWM, which begins at 0 in each program; getrusage() tells at least what the program's parent held.
 _LOAD = """
-import re, sys
+import re, sys, torch
 from loading import load
 def peak_bytes():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+torch.ones(1, device=sys.argv[3]).item()  # a GPU's library takes memory of the host too
 before = peak_bytes()
-load(sys.argv[1], device="cpu", dtype=sys.argv[2], progress=False)
+load(sys.argv[1], device=sys.argv[3], dtype=sys.argv[2], progress=False)
 print(peak_bytes() - before)
 """
 
 
-def loading_bytes(folder, dtype):
-    """{"added_bytes": what loading adds at its peak to a process on the CPU, "weights_bytes": what the weights have}."""
-    done = subprocess.run([sys.executable, "-c", _LOAD, folder, dtype], cwd=ROOT, capture_output=True, text=True, check=False)
+def loading_bytes(folder, dtype, device="cpu"):
+    """{"added_bytes": what loading adds at its peak to a process's memory on the host, "weights_bytes": what the weights have}."""
+    done = subprocess.run([sys.executable, "-c", _LOAD, folder, dtype, device], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"loading {folder} in {dtype} failed: {done.stderr[-1000:]}")
-    weights_bytes = Path(folder, "model.safetensors").stat().st_size * getattr(torch, dtype).itemsize // 4  # the file is in float32
+    entries = [entry for path in Path(folder).glob("*.safetensors") for entry in read_header(path).values()]
+    weights_bytes = sum(math.prod(shape) for _, shape, _ in entries) * getattr(torch, dtype).itemsize
     return {"added_bytes": int(done.stdout), "weights_bytes": weights_bytes}
 
 
@@ -119,10 +129,53 @@ def memory(bench):
     return Row("≤ 1.15× (1.30× in float32)", text, all(ratios[dtype] <= wanted[dtype] for dtype in wanted), found)
 
 
+SHARDS = 6
+BIG = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 8,
+       "tie_word_embeddings": False}  # fmt: skip
+
+
+def write_big(folder, sizes=BIG):
+    """A checkpoint of zeros in bfloat16 and SHARDS files, 3 GB with the default model's vocabulary, into a new folder."""
+    folder.mkdir()
+    raw = read_json(default_model_folder() / "config.json") | sizes
+    (folder / "config.json").write_text(json.dumps(raw))
+    shutil.copy(default_model_folder() / "tokenizer.json", folder)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Transformer(read_config(raw)).state_dict().items()}
+    whole, before, weight_map = sum(map(math.prod, shapes.values())), 0, {}
+    for name, shape in shapes.items():
+        weight_map[name] = f"model-{SHARDS * before // whole}.safetensors"
+        before += math.prod(shape)
+    for file in {*weight_map.values()}:
+        save_file({name: torch.zeros(shapes[name], dtype=torch.bfloat16) for name in shapes if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def shards(bench):
+    """What loading a checkpoint of several files adds to the host's memory at its peak beside what stays there, over the largest file."""
+    if not Path("/proc/self/status").exists():
+        return Row("≤ 1.15", "Linux alone tells it", None, {})
+
+    def measured():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with tempfile.TemporaryDirectory() as work:
+            write_big(folder := Path(work, "big"))
+            shard_bytes = max(path.stat().st_size for path in folder.glob("*.safetensors"))
+            told = loading_bytes(folder, "bfloat16", device)
+        return told | {"shard_bytes": shard_bytes, "stays_bytes": told["weights_bytes"] if device == "cpu" else 0}
+
+    found = bench.results.once("shards", measured)
+    ratio = (found["added_bytes"] - found["stays_bytes"]) / found["shard_bytes"]
+    numbers = {name: f"{found[f'{name}_bytes'] / 1e6:,.0f} MB" for name in ("added", "stays", "weights", "shard")}
+    text = "{added} of which {stays} stay, for {weights} in files of {shard}".format(**numbers)
+    return Row("≤ 1.15", f"{ratio:.2f} ({text})", ratio <= 1.15, found)
+
+
 ROWS = {
     "verify": ("time for verifying 5 tokens / for 1", functools.partial(step_ratios, wanted={"5 tokens": 1.4})),
     "draft_step": ("a draft's step / a plain step", functools.partial(step_ratios, wanted={"half": 0.42, "int8": 0.33})),
     "profile": ("the first profile, in plain steps", profile),
     "start": ("start to first token, default model", start),
     "memory": ("peak memory while loading / weights", memory),
+    "shards": ("peak memory while loading 3 GB, beside what stays / largest file", shards),
 }  # fmt: skip

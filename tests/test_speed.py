@@ -14,6 +14,7 @@ from benchmark.sweep import GAMMAS
 from beyond.adaptive import KnapSpecPlus
 from beyond.uniform import Uniform
 from knapspec import KnapSpec
+from loading import load
 from tests.testing_benchmark import ABOUT, TOKENIZER, L, simulated, tiny_folder
 from tests.testing_models import (
     SimulatedMachine,
@@ -164,6 +165,21 @@ def test_memory_is_held_against_both_bounds(bench, of_float32, of_bfloat16, met)
 def test_memory_is_that_of_a_program_of_its_own(tmp_path_factory):
     told = steps.loading_bytes(tiny_folder(tmp_path_factory), "float32")
     assert told["added_bytes"] >= 0 and 5e4 < told["weights_bytes"] < 1e7
+
+
+@pytest.mark.parametrize(("added", "stays", "met"), [(1115, 1000, True), (1116, 1000, False), (115, 0, True), (116, 0, False)])
+def test_loading_files_is_held_against_the_largest(bench, added, stays, met):
+    here = bench()
+    here.results.once("shards", lambda: {"added_bytes": added, "stays_bytes": stays, "weights_bytes": 1000, "shard_bytes": 100})
+    assert steps.shards(here).met == met
+
+
+def test_the_big_checkpoint_loads(monkeypatch, tmp_path, tmp_path_factory):
+    monkeypatch.setattr(steps, "default_model_folder", lambda: tiny_folder(tmp_path_factory))
+    steps.write_big(tmp_path / "big", {"num_hidden_layers": 20})
+    sizes = [path.stat().st_size for path in (tmp_path / "big").glob("*.safetensors")]
+    assert len(sizes) == steps.SHARDS and load(tmp_path / "big", progress=False)[0].config.n_layer == 20
+    assert steps.loading_bytes(tmp_path / "big", "bfloat16")["weights_bytes"] == pytest.approx(sum(sizes), rel=0.2)
 
 
 def test_transformers_is_not_needed(monkeypatch, bench):
