@@ -44,7 +44,7 @@ def prepare(arguments, prompts_of=None):
     """
     prompts_of = prompts_of or functools.partial(encoded, read_prompts(arguments.prompts))
     if arguments.json:
-        check_writable(Path(arguments.json))
+        check_writable("--json", Path(arguments.json))
     model, tokenizer = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
     prompts = prompts_of(tokenizer, model.config)
     prompts = spread(prompts, arguments.limit or len(prompts))

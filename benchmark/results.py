@@ -24,7 +24,7 @@ class Results:
         self.path = path and Path(path)
         self.data = {"date": datetime.date.today().isoformat(), "settings": settings, "runs": {}}
         if self.path:
-            check_writable(self.path)
+            check_writable("--json", self.path)
         if self.path and self.path.exists():
             self.data = _read(self.path, settings)
 
