@@ -176,15 +176,9 @@ def test_loading_files_is_held_against_the_largest(bench, added, stays, met):
 
 def test_the_big_checkpoint_loads(monkeypatch, tmp_path, tmp_path_factory):
     monkeypatch.setattr(steps, "default_model_folder", lambda: tiny_folder(tmp_path_factory))
-<<<<<<< Updated upstream
     steps.write_big(tmp_path / "big", {"num_hidden_layers": 20})
     sizes = [path.stat().st_size for path in (tmp_path / "big").glob("*.safetensors")]
     assert len(sizes) == steps.SHARDS and load(tmp_path / "big", progress=False)[0].config.n_layer == 20
-=======
-    steps.write_big(tmp_path / "big", {"num_hidden_layers": 7})
-    sizes = [path.stat().st_size for path in (tmp_path / "big").glob("*.safetensors")]
-    assert len(sizes) == steps.SHARDS and load(tmp_path / "big", progress=False)[0].config.n_layer == 7
->>>>>>> Stashed changes
     assert steps.loading_bytes(tmp_path / "big", "bfloat16")["weights_bytes"] == pytest.approx(sum(sizes), rel=0.2)
 
 
