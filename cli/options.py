@@ -79,6 +79,7 @@ def build_parser():
     add("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 elsewhere)")
     add("--compare", action="store_true", help="also time this method against plain decoding, two silent runs of each")
     add("--explain", action="store_true", help="also tell what was weighed, why the plan was chosen, and what became of each draft")
+    add("--html", metavar="FILE", help="write all that --explain tells to FILE, as a page to look at and pass on")
     add("--json", metavar="FILE", help="write everything measured to FILE")
     add("--quiet", action="store_true", help="no progress bars and no report")
     add("--version", action="version", version=f"knapspec {VERSION} (torch {torch.__version__}, Python {sys.version.split()[0]})")

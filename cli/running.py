@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cli import explain, report
+from cli import explain, page, report
 from cli.methods import BEYOND, NEW_TOKENS, make_planner
 from cli.options import encode_prompt, read_prompt
 from cli.terminal import Printer, say
 from cli.trace import Trace
 from decoding import FixedPlanner, Plan, generate
 from loading import load
+from loading.caches import write_text
 from model import KVCache
 
 
@@ -30,8 +31,11 @@ def run(args):
         if int(os.environ.get("RANK", "0")):
             return follow(args.model, device=args.device, dtype=args.dtype)
     prompt = read_prompt(args)
-    if args.json is not None:
-        report.check_writable("--json", Path(args.json))
+    for option, path in (("--json", args.json), ("--html", args.html)):
+        if path is not None:
+            report.check_writable(option, Path(path))
+    if None not in (args.json, args.html) and Path(args.json).resolve() == Path(args.html).resolve():
+        raise ValueError(f"--json and --html are both {args.html}: pass two files")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what failed in the end is told in our line
     if not BEYOND and not args.quiet:
         say("beyond/ is not there: the default is --method knapspec")
@@ -53,7 +57,7 @@ def run(args):
         )  # fmt: skip
 
     status, printer, comparison, planner = 0, Printer(tokenizer), ({}, []), copy.deepcopy(fresh)
-    trace = Trace(planner, model) if args.explain else None
+    trace = Trace(planner, model) if args.explain or args.html is not None else None
     try:
         generation = decode(trace, printer, trace.model) if trace else decode(planner, printer)
     except KeyboardInterrupt as interrupt:
@@ -77,6 +81,8 @@ def run(args):
         say("\n".join(["", *explain.lines(trace, tokenizer, generation.token_ids, latency, model.config.n_layer)]))
     if args.json is not None:
         report.write_json(Path(args.json), result)
+    if args.html is not None:
+        write_text(Path(args.html), page.render(prompt, trace, tokenizer, result, latency, model.config, args.method))
     return status
 
 

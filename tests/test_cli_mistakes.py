@@ -48,7 +48,8 @@ __all__ = ["cache", "folder", "knapspec", "own_cache"]  # fixtures
     (["--json", "/no/such/folder/out.json"], "--json"), (["--json", "."], "--json"),
     (["--json", ""], "is not a file"), (["--json", "-"], "is not a file"), (["--json", "/dev/stdout"], "--json /dev/stdout is"),
     (["--window", "513"], "from 1 to 512"), (["--choices", "full,half"], "full,skip"), (["--choices", "full,skip", "--method", "uniform"], "drop one"),
-    (["--max-new-tokens", "1" * 5000], "whole number"), (["--explain", "--quiet"], "drop one"),
+    (["--max-new-tokens", "1" * 5000], "whole number"), (["--explain", "--quiet"], "drop one"), (["--html", "/no/such/folder/page.html"], "cannot write --html"),
+    (["--html", "."], "--html . is not a file"), (["--html", "/dev/stdout"], "--html /dev/stdout is"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_that_helps(knapspec, options, words):
     status, out, err, result = knapspec(*options)
