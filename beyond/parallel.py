@@ -41,7 +41,7 @@ class Group:
         self.device = "cpu" if device == "cpu" else f"cuda:{local}"
         self.store, self.rank, self.size = next(dist.rendezvous("env://"))
         if self.rank == 0:
-            signal.signal(signal.SIGTERM, self.ended)  # torchrun ends all where one ends, and there is a line to say first
+            signal.signal(signal.SIGTERM, lambda *_: self.ended("SIGTERM"))  # torchrun ends all where one ends: a line first
             atexit.register(self.close)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         self.joint(dist.init_process_group, backend, store=self.store, rank=self.rank, world_size=self.size)
@@ -53,21 +53,21 @@ class Group:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def ended(self, *_):
-        """Raises ConnectionError: another process is gone, for the reason that it left if it could."""
+    def ended(self, sign):
+        """Raises ConnectionError: another process is gone, for the reason that it left if it could. sign: how this one knows."""
         self.close()
         if self.store.check(["failure"]):
             raise ConnectionError(self.store.get("failure").decode())
-        raise ConnectionError("the run or one of its processes was ended from outside: see whether memory was short, and start again")
+        raise ConnectionError(f"another process was ended, or all are to end ({sign}): see whether memory was short, and start again")
 
     def joint(self, operation, *arguments, **options):
         """An operation of torch.distributed, in which all processes take part. Raises ConnectionError where one is gone."""
         try:
             operation(*arguments, **options)
-        except RuntimeError:
+        except RuntimeError as error:
             if self.rank:
                 raise ConnectionError from None
-            self.ended()
+            self.ended(first_line(error)[:120])
 
 
 class Part(Transformer):

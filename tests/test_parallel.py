@@ -81,7 +81,7 @@ def test_the_command_is_that_of_one_process(folder, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("scenario, line, others", [
-    ("killed", "the run or one of its processes was ended from outside", [-9]),
+    ("killed", "another process was ended, or all are to end", [-9]),
     ("failed", "process 1 failed: KeyError: 'a fault", [1]),
     ("undivided", "n_head 8 cannot be divided among 3 processes: pass another --nproc-per-node", [1, 1]),
 ])  # fmt: skip
