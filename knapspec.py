@@ -21,7 +21,7 @@ from profile import latency_model
 import torch
 
 from decoding import Plan, Planner, generate, sampling_probs
-from model import Context
+from model import Context, attention_and_logsumexp
 
 __all__ = ["KnapSpec", "generate", "knapsack", "tokens_per_time"]
 
@@ -55,17 +55,25 @@ class Branches(Context):
     """
 
     def __init__(self, cache, B, W):
-        n, before = cache.length, cache.length - W
-        self.cache, self.start = cache, before
-        self.cos, self.sin = cache.cos[before:n].repeat(B, 1, 1), cache.sin[before:n].repeat(B, 1, 1)
-        own = torch.block_diag(*[torch.ones(W, W).tril()] * B).to(cache.keys)  # (B*W, B*W)
-        own = torch.zeros_like(own).masked_fill_(own == 0, float("-inf"))
-        self.mask = torch.cat((own.new_zeros(B * W, before), own), 1)  # (B*W, before + B*W)
+        self.cache, self.start, self.W = cache, cache.length - W, W
+        self.cos, self.sin = (table[self.start : cache.length].repeat(B, 1, 1) for table in (cache.cos, cache.sin))
 
-    def extend(self, layer, k, v):
-        """k and v (B * W, n_kv_head, D) -> the shared ones and these, (1, n_kv_head, before + B * W, D)."""
-        keys = torch.cat((self.cache.keys[layer, :, : self.start], k.transpose(0, 1)), 1)
-        return keys[None], torch.cat((self.cache.values[layer, :, : self.start], v.transpose(0, 1)), 1)[None]
+    def attend(self, layer, q, k, v):
+        """q (B * W, n_head, D), k and v (B * W, n_kv_head, D) -> (B * W, n_head * D).
+
+        Attention in two parts, to the own keys and to the shared ones: no mask over all of them, and no copy. The sums of
+        exponentials that each part was divided by say how to mix the two.
+        """
+        (N, n_head, D), n_kv_head = q.size(), k.size(1)
+        k, v = (t.repeat_interleave(n_head // n_kv_head, 1) for t in (k, v))
+        own, own_sums = attention_and_logsumexp(*(t.view(-1, self.W, n_head, D).transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        own, own_sums = own.transpose(1, 2).reshape(N, n_head, D), own_sums.transpose(1, 2).reshape(N, n_head)
+        if self.start == 0:
+            return own.flatten(1)
+        rows = q.transpose(0, 1).reshape(1, n_kv_head, -1, D)  # those of query heads that share a key head, together
+        shared, sums = attention_and_logsumexp(rows, *(t[layer, None, :, : self.start] for t in (self.cache.keys, self.cache.values)))
+        shared, sums = shared.reshape(n_head, N, D).transpose(0, 1), sums.reshape(n_head, N).T
+        return own.lerp(shared, (sums - own_sums).sigmoid()[..., None].to(own.dtype)).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,11 @@ def knapsack(sublayers, weights, states, cache, *, budget, tau=0.5, select=None)
     KnapSpec's dynamic program; it never skips the first and the last layer.
     """
     W, H = states[0].size()
-    branches, x, context = [Branch(frozenset(), 0, 1.0)], states[0][None], None  # x: (B, W, H)
+    branches, x = [Branch(frozenset(), 0, 1.0)], states[0][None]  # x: (B, W, H)
     for item, sublayer in enumerate(sublayers):
         B = len(branches)
-        if context is None or context.cos.size(0) != B * W:
-            context = Branches(cache, B, W)
         # Keep the item: run it on all branches in one batched call. Skip it: the states as they are, and weight saved.
-        x = torch.cat((sublayer(x.reshape(B * W, H), context).view(B, W, H), x))
+        x = torch.cat((sublayer(x.reshape(B * W, H), Branches(cache, B, W)).view(B, W, H), x))
         cosine = torch.cosine_similarity(x.float(), states[item + 1].float(), dim=-1).mean(-1).tolist()
         proposals = [Branch(b.skip_set, b.weight, c) for b, c in zip(branches, cosine)]
         if 2 <= item < len(sublayers) - 2:
@@ -124,9 +130,11 @@ def agreement(session, x, target_probs):
     At temperature 0 that is the share of positions with the same argmax. target_probs (W, V): what the target samples
     from. Returns B floats.
     """
-    B, W, H = x.size()
-    draft_probs = sampling_probs(session.model.logits(x.view(B * W, H)), session.temperature, session.top_p)
-    return torch.minimum(draft_probs.view(B, W, -1), target_probs).sum(-1).mean(-1).tolist()
+    shares = []
+    for some in x.split(max(64 // x.size(1), 1)):  # (b, W, H), about 64 rows: the logits of all could take gigabytes
+        draft_probs = sampling_probs(session.model.logits(some.flatten(0, 1)), session.temperature, session.top_p)
+        shares += torch.minimum(draft_probs.view(*some.shape[:2], -1), target_probs).sum(-1).mean(-1).tolist()
+    return shares
 
 
 # --- 5. Choose -------------------------------------------------------------------------------------------------------

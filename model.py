@@ -125,6 +125,11 @@ class Context:
         self.new_values[layer].copy_(v.transpose(0, 1))
         return self.keys[layer], self.values[layer]
 
+    def attend(self, layer, q, k, v):
+        """q (T, n_head, D), k and v as in `extend` -> the heads' mixtures of the values that they see, (T, n_head * D)."""
+        keys, values = self.extend(layer, k, v)
+        return grouped_attention(q, keys, values, self.mask)
+
 
 def grouped_attention(q, keys, values, mask=None):
     """Attention of q (N, n_head, D) over keys, values (1, n_kv_head, S, D) -> (N, n_head * D).
@@ -142,6 +147,15 @@ def grouped_attention(q, keys, values, mask=None):
     rows = q.view(N, n_kv_head, groups, D).permute(1, 2, 0, 3).reshape(1, n_kv_head, groups * N, D)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=None if mask is None else mask.repeat(groups, 1))
     return out.view(n_kv_head, groups, N, D).permute(2, 0, 1, 3).reshape(N, n_head * D)
+
+
+def attention_and_logsumexp(q, keys, values, is_causal=False):
+    """Attention of q (B, heads, N, D) over keys, values (B, heads, S, D), S > 0 -> the same shape, and what mixes it with
+    attention over other keys: the log of the summed exponentials of each query's scores, (B, heads, N). Not yet run on a GPU."""
+    if q.is_cuda:
+        out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, keys, values, None, True, 0.0, is_causal)
+        return out, sums[..., : q.size(2)]  # its rows are padded
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, is_causal)
 
 
 class Linear:
@@ -195,7 +209,7 @@ class Attention(nn.Module):
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
     def forward(self, x, context):
-        return self.out(self.attend(*self.project(x, context.cos, context.sin), context))
+        return self.out(context.attend(self.layer, *self.project(x, context.cos, context.sin)))
 
     def project(self, x, cos, sin):
         """x (N, H) -> q (N, n_head, D), rotated, k (N, n_kv_head, D), rotated, and v (N, n_kv_head, D)."""
@@ -207,11 +221,6 @@ class Attention(nn.Module):
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
         qk = torch.addcmul(qk * cos, qk.roll(config.head_dim // 2, -1), sin)
         return *qk.split((config.n_head, config.n_kv_head), 1), v
-
-    def attend(self, q, k, v, context):
-        """What `project` gave -> the heads' mixtures of values, (N, n_head * D). The only part that sees other tokens."""
-        keys, values = context.extend(self.layer, k, v)
-        return grouped_attention(q, keys, values, context.mask)
 
 
 class MLP(nn.Module):
@@ -318,13 +327,16 @@ class Transformer(nn.Module):
         x_0 … x_2L. Returns (last or T, V); captured states are (last or T, H).
         """
         context = Context(cache, tokens.size(0))
-        rows = slice(None) if last is None else slice(-last, None)
+
+        def wanted(x):  # a copy, as a view would keep all rows of a long prompt
+            return x if last is None else x[-last:].clone()
+
         x = self.model.embed_tokens(tokens)  # (T, H)
         for item, sublayer in enumerate(self.sublayers):
             if capture is not None:
-                capture.append(x[rows])
+                capture.append(wanted(x))
             if item not in skip:
                 x = (self.way(item, choices[item]) if choices else sublayer)(x, context)
         if capture is not None:
-            capture.append(x[rows])
-        return self.logits(x[rows], self.way(-1, choices[-1]) if choices else None)
+            capture.append(wanted(x))
+        return self.logits(wanted(x), self.way(-1, choices[-1]) if choices else None)

@@ -81,7 +81,7 @@ def graphed(layer, buffers, capture):
     def attention_steps(b, N, context):
         b.cos[:N].copy_(context.cos), b.sin[:N].copy_(context.sin)
         replay[before, b]()
-        b.mixed[:N].copy_(attention.attend(b.q[:N], b.k[:N], b.v[:N], context))
+        b.mixed[:N].copy_(context.attend(attention.layer, b.q[:N], b.k[:N], b.v[:N]))
         replay[after, b]()
 
     def mlp_steps(b, N, context):

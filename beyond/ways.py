@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from loading.memory import free_bytes
+from model import Context
 
 LINEARS = {"self_attn": ("qkv", "out"), "mlp": ("gate_up", "down")}  # the parts of a layer and their linear layers
 SINKS, WIDTH = 4, 256  # a window reads the first few cached positions and the last ones before the new tokens
@@ -138,7 +139,7 @@ def _no_int8(model):
 # --- Attention to a window -------------------------------------------------------------------------------------------
 
 
-class Windowed:
+class Windowed(Context):
     """A context of which the new tokens see the first SINKS and, before their own, the last WIDTH positions."""
 
     def __init__(self, context):

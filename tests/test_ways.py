@@ -10,8 +10,7 @@ from beyond import ways
 from beyond.uniform import Uniform
 from beyond.ways import WAYS, HalfLinear, Int8Linear, add_ways
 from decoding import FixedPlanner, Plan, generate
-from knapspec import Branches
-from model import Context, KVCache
+from model import KVCache
 from tests.testing_models import (
     SimulatedMachine,
     latency_model,
@@ -98,19 +97,6 @@ def test_a_window_sees_the_first_and_the_last_positions_only(monkeypatch):
         cache.keys[:, :, position] += 1.0
         assert not torch.equal(seen, logits())
         cache.keys[:, :, position] -= 1.0
-
-
-def test_a_window_in_the_knapsack_is_the_window_of_a_draft(monkeypatch):
-    monkeypatch.setattr(ways, "WIDTH", 8)
-    model = random_model(tiny_config(n_layer=L))
-    cache, tokens = KVCache(model.config, 64), random_tokens(40, model.config)
-    model(tokens, cache)
-    cache.length = 39
-    x = model.model.embed_tokens(tokens[39:])
-    drafted = model.sublayers[0](x, ways.Windowed(Context(cache, 1)))
-    cache.length = 40
-    branch = model.sublayers[0](x.repeat(2, 1), ways.Windowed(Branches(cache, 2, 1)))
-    assert torch.allclose(branch, drafted.expand(2, -1), atol=1e-6)
 
 
 @pytest.mark.parametrize("names, base", [(EVERY, "int8"), (["half", "window"], "half"), (["window"], None)])
