@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from cli.terminal import say
+from cli.terminal import LESS_MEMORY, say
 
 __all__ = ["main"]
 
@@ -40,9 +40,9 @@ def main(argv=None):
     except (ValueError, FloatingPointError) as error:
         return fail(error)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch has no class of its own for the CPU's
+        if isinstance(error, RuntimeError) and "alloc" not in str(error).lower():  # torch has no class of its own for the CPU's, nor for cuBLAS's
             raise
-        return fail("out of memory: pass a smaller --max-new-tokens, a shorter prompt or a smaller model")
+        return fail(f"out of memory: {LESS_MEMORY}")
 
 
 def fail(error):

@@ -11,6 +11,7 @@ from cli.methods import CHOICES, DEFAULT_METHOD, METHODS, PLANNER_OPTIONS, defau
 from decoding import PREFILL_CHUNK
 
 VERSION = "0.2.0"
+ESTIMATE_OPTIONS = "estimate", "context", "model", "device", "dtype", "quiet"
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,6 +60,8 @@ def build_parser():
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to answer or, with --raw, to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
+    prompt.add_argument("--estimate", action="store_true", help="answer nothing: say what the model takes and how fast it can be")
+    add("--context", type=number(int, 1), metavar="N", help="for --estimate: tokens in the cache (default: 4096, or as many as the model takes)")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--raw", action="store_true", help="no chat template: continue the prompt as it stands")
     add("--max-new-tokens", type=number(int, 0), default=256, metavar="N", help="default: %(default)s")
@@ -88,7 +91,13 @@ def build_parser():
 
 def parse(argv):
     """Options as an argparse.Namespace; method None stands for a fixed plan. Raises ValueError."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        if args.estimate and name not in ESTIMATE_OPTIONS and value != parser.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} means nothing to --estimate: drop one of them")
+    if args.context and not args.estimate:
+        raise ValueError("--context is for --estimate: drop it, or ask for that in place of an answer")
     if args.quiet and args.explain:
         raise ValueError("--explain is part of the report, which --quiet leaves out: drop one of them")
     args.quiet, fixed = args.quiet or not sys.stderr, args.gamma is not None

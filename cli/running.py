@@ -10,19 +10,26 @@ import torch
 from tqdm import tqdm
 
 from cli import explain, page, report
+from cli.estimate import estimate
 from cli.methods import BEYOND, NEW_TOKENS, make_planner
 from cli.options import encode_prompt, read_prompt
-from cli.terminal import Printer, say
+from cli.terminal import LESS_MEMORY, Printer, say
 from cli.trace import Trace
 from decoding import FixedPlanner, Plan, generate
 from loading import load
 from loading.caches import write_text
+from loading.memory import cache_bytes, refuse_what_does_not_fit
 from model import KVCache
 
 
 def run(args):
     """Loads, profiles, decodes, compares and reports; returns the exit status."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what failed in the end is told in our line
     parallel = int(os.environ.get("WORLD_SIZE", "1")) > 1  # set by torchrun
+    if args.estimate:
+        if parallel:
+            raise ValueError("--estimate needs no processes: start it without torchrun")
+        return estimate(args)
     if parallel:
         from beyond.parallel import follow, lead
 
@@ -36,7 +43,6 @@ def run(args):
             report.check_writable(option, Path(path))
     if None not in (args.json, args.html) and Path(args.json).resolve() == Path(args.html).resolve():
         raise ValueError(f"--json and --html are both {args.html}: pass two files")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what failed in the end is told in our line
     if not BEYOND and not args.quiet:
         say("beyond/ is not there: the default is --method knapspec")
     clock = [time.perf_counter()]
@@ -47,7 +53,9 @@ def run(args):
         use_graphs(model)
     clock.append(time.perf_counter())
     prompt_ids = encode_prompt(args, prompt, tokenizer, model.config)
+    check_room(args, model, len(prompt_ids))
     fresh, latency = planner_for(args, model, tokenizer, len(prompt_ids))
+    check_room(args, model, len(prompt_ids))  # copies of the weights have taken theirs
     clock.append(time.perf_counter())
 
     def decode(planner, on_token=None, model=model):
@@ -84,6 +92,13 @@ def run(args):
     if args.html is not None:
         write_text(Path(args.html), page.render(prompt, trace, tokenizer, result, latency, model.config, args.method))
     return status
+
+
+def check_room(args, model, prompt_tokens):
+    """Raises ValueError where the cache, if the answer gets as long as is allowed, does not fit."""
+    tokens = min(prompt_tokens + args.max_new_tokens, model.config.max_position)
+    what = f"keys and values of {tokens:,} tokens as {model.dtype}"
+    refuse_what_does_not_fit(what, cache_bytes(model.config, tokens, model.dtype), model.device, LESS_MEMORY)
 
 
 def planner_for(args, model, tokenizer, prompt_tokens):

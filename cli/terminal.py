@@ -5,6 +5,8 @@ import functools
 import os
 import sys
 
+LESS_MEMORY = "pass a smaller --max-new-tokens or a shorter prompt, draft without copies (--choices full,skip), or pass a smaller --dtype or --model"
+
 
 def say(text):
     if sys.stderr:  # None where it is closed, and print would take standard output

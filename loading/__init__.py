@@ -6,20 +6,18 @@ comes with a checkpoint runs. Every mistake of a user and every fault of a check
 names it and the remedy.
 """
 
-import math
-
 import torch
 from torch.overrides import TorchFunctionMode
 
 from loading.config import read_config
 from loading.default_model import default_model_folder
 from loading.files import fetcher, first_line, read_json, read_text
-from loading.memory import free_bytes
+from loading.memory import refuse_what_does_not_fit, weights_bytes
 from loading.tokenizer import Tokenizer, build_tokenizer
 from loading.weights import find_tensors, read_tensors
 from model import Transformer
 
-__all__ = ["load"]
+__all__ = ["device_and_dtype", "load", "outline"]
 
 
 def load(name_or_path=None, *, device=None, dtype=None, progress=True, make=Transformer, rank=0) -> tuple[Transformer, Tokenizer]:
@@ -30,25 +28,38 @@ def load(name_or_path=None, *, device=None, dtype=None, progress=True, make=Tran
     tensor smaller than the checkpoint's along one dimension, it gets that tensor's part number `rank`. Raises ValueError.
     The configuration, and whether the model fits, is judged before weights are fetched; their headers before they are read.
     """
-    device, dtype = _device_and_dtype(device, dtype)
+    device, dtype = device_and_dtype(device, dtype)
     try:
-        fetch = fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path, progress=progress)
-        return _load(fetch, device, dtype, progress, make, rank)
+        return _load(_fetcher(name_or_path, progress), device, dtype, progress, make, rank)
     except torch.OutOfMemoryError:
         raise ValueError(f"the model does not fit on {device}: pass --device cpu, or a smaller --model") from None
     except OSError as error:
         raise ValueError(f"cannot read the model ({first_line(error)}): see to its files, or pass another") from None
 
 
+def outline(name_or_path=None, *, progress=True) -> Transformer:
+    """The model without its weights, on torch's device "meta": of its files config.json alone is read. Raises ValueError."""
+    return _outline(read_config(read_json(_fetcher(name_or_path, progress)("config.json"))))
+
+
+def _fetcher(name_or_path, progress):
+    return fetcher(default_model_folder(progress=progress) if name_or_path is None else name_or_path, progress=progress)
+
+
+def _outline(config, make=Transformer):
+    with torch.device("meta"), _WithoutInit():  # shapes only: nothing is allocated
+        return make(config)
+
+
 def _load(fetch, device, dtype, progress, make, rank):
     raw = read_json(fetch("config.json"))
     config = read_config(raw)
     tokenizer = _read_tokenizer(fetch, raw, config.vocab_size)
-    with torch.device("meta"), _WithoutInit():  # shapes only: nothing is allocated
-        model = make(config)
-        whole = model if make is Transformer else Transformer(config)
+    model = _outline(config, make)
+    needed = weights_bytes(model, device, dtype)
+    refuse_what_does_not_fit(f"the weights as {dtype}", needed, device, "pass a smaller --dtype, another --device or a smaller --model")
+    whole = model if make is Transformer else _outline(config)
     shapes, parts = ({name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (whole, model))
-    _refuse_what_does_not_fit(parts, device, dtype)
     tensors = find_tensors(fetch, shapes, config.tied)
     return model.load(read_tensors(tensors, device, dtype, progress, parts, rank)), tokenizer
 
@@ -70,13 +81,6 @@ def _read_tokenizer(fetch, raw, vocab_size):
     )
 
 
-def _refuse_what_does_not_fit(shapes, device, dtype):
-    needed, free = sum(map(math.prod, shapes.values())) * dtype.itemsize, free_bytes(device)
-    if free is not None and needed > free:
-        numbers = f"the weights take {needed / 1e6:,.2f} MB as {dtype}, and {device} has {free / 1e6:,.2f} MB left"
-        raise ValueError(f"{numbers}: pass a smaller --dtype, another --device or a smaller --model")
-
-
 class _WithoutInit(TorchFunctionMode):
     """Leaves out the random initialisation of weights that are about to be loaded."""
 
@@ -87,10 +91,13 @@ class _WithoutInit(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _device_and_dtype(device, dtype):
+def device_and_dtype(device, dtype):
+    """The torch.device and torch.dtype that `load`'s arguments ask for. Raises ValueError."""
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device).item()  # a device without memory, such as "meta", fails here
+        if device.type not in ("cpu", "cuda"):  # "mps", for example, has no float64, which sampling needs
+            raise ValueError(f"device {str(device)!r} is not supported: pass --device cpu, or cuda on a GPU")
+        torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         raise ValueError(f"device {str(device)!r} is not there: pass --device cpu, or cuda on a GPU") from None
     if dtype is None:

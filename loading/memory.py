@@ -1,10 +1,30 @@
-"""How much memory a device has left, whoever limits it."""
+"""How much memory a device has left, whoever limits it, and what a model takes."""
 
 import contextlib
 import re
 from pathlib import Path
 
 import torch
+
+
+def weights_bytes(model, device, dtype):
+    """What the weights of a model, itself on any device, take on that one."""
+    counts = {name: tensor.numel() for name, tensor in model.state_dict().items()}
+    if model.config.tied and device.type == "cpu" and dtype == torch.float32:  # the head is laid out once more (model.Linear)
+        counts["head"] = counts["model.embed_tokens.weight"]
+    return sum(counts.values()) * dtype.itemsize
+
+
+def cache_bytes(config, length, dtype):
+    """What a KVCache of that many tokens takes: keys and values of all layers, and a row of both rotary tables."""
+    return 2 * length * (config.n_layer * config.n_kv_head + 1) * config.head_dim * dtype.itemsize
+
+
+def refuse_what_does_not_fit(what, needed, device, remedy):
+    """Raises ValueError where the device has fewer than `needed` bytes left."""
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise ValueError(f"{what} take {needed / 1e6:,.2f} MB, and {device} has {free / 1e6:,.2f} MB left: {remedy}")
 
 
 def free_bytes(device, *, proc=Path("/proc"), cgroups=Path("/sys/fs/cgroup")):

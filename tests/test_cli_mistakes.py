@@ -16,7 +16,7 @@ from cli.options import parse
 from cli.report import write_json
 from cli.running import Printer, planner_for
 from decoding import Plan
-from loading import load
+from loading import load, memory
 from tests.testing_cli import (
     FIXED,
     FOLDER,
@@ -85,13 +85,23 @@ def test_logits_that_are_not_finite_are_one_line(knapspec, tmp_path):
 
 def test_too_little_memory_is_one_line_and_a_bug_is_none(knapspec, monkeypatch):
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
-                  RuntimeError("DefaultCPUAllocator: can't allocate memory")):  # fmt: skip
+                  RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")):  # fmt: skip
         monkeypatch.setattr(running, "load", raising(error))
         status, _, err, _ = knapspec()
-        assert status == 2 and "out of memory" in err and err.count("\n") == 1
+        assert status == 2 and "out of memory: pass a smaller --max-new-tokens" in err and err.count("\n") == 1
     monkeypatch.setattr(running, "load", raising(RuntimeError("shape mismatch")))
     with pytest.raises(RuntimeError, match="shape mismatch"):
         knapspec()
+
+
+@pytest.mark.parametrize("rooms", [[1e4], [1e9, 1e4]], ids=["before the profile", "behind the copies"])
+def test_a_cache_that_does_not_fit_is_refused_with_numbers(knapspec, monkeypatch, rooms):
+    """160 tokens at most, of 5 layers and both rotary tables: 2 * (5 * 2 + 1) * 4 numbers of 4 bytes each."""
+    left = iter([1e9, *rooms])  # the first is asked for the weights
+    monkeypatch.setattr(memory, "free_bytes", lambda device: next(left))
+    status, out, err, _ = knapspec("--max-new-tokens", "1000")
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert "160 tokens as torch.float32 take 0.06 MB, and cpu has 0.01 MB left: pass a smaller --max-new-tokens" in err
 
 
 def raising(error):

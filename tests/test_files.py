@@ -229,7 +229,7 @@ def test_hub_repository_with_pickled_weights_only(tmp_path, monkeypatch):
     assert "pytorch_model.bin" not in hub.asked
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta", "cpu:x", "privateuseone"])
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta", "cpu:x", "privateuseone", "mps", "xpu"])
 def test_device_that_is_not_there(tmp_path, device):
     assert_refused("device", device, "cpu", call=lambda: load(tmp_path, device=device))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import loading
+from loading import memory
 from loading.memory import free_bytes
 from tests.testing_checkpoints import assert_refused, quiet_load, write_folder
 
@@ -59,6 +60,6 @@ def test_machine_that_does_not_tell(tmp_path):
 
 def test_model_that_does_not_fit_is_refused_before_its_weights_are_fetched(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "m")
-    monkeypatch.setattr(loading, "free_bytes", lambda device: 40_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 40_000)
     monkeypatch.setattr(loading, "find_tensors", lambda *_: pytest.fail("nothing may be fetched"))
     assert_refused("float32", "0.05 MB", "0.04 MB", "--dtype", call=lambda: quiet_load(folder))
