@@ -8,13 +8,16 @@ context nor what is skipped: captured once, when the model is loaded, they serve
 
 import functools
 import itertools
+import time
 import warnings
 
 import torch
 
 from model import KVCache
 
-SIZES = 1, 2, 4, 8, 16  # rows of x; fewer are padded to the next size, more run without graphs
+# Rows of x; fewer are padded to the next size, more run without graphs. So few rows take about the time in which the weights
+# are read. A step has one, a verification γ + 1, and the knapsack of knapspec+ four branches of eight, priced like 32 verified.
+SIZES = 1, 8, 32
 
 
 class Buffers:
@@ -35,7 +38,7 @@ class Capture:
     """
 
     def __init__(self, device):
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self.stream.wait_stream(torch.cuda.current_stream(device))  # which loads the weights
 
     def __call__(self, function):
@@ -46,6 +49,9 @@ class Capture:
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             function()
         return graph.replay
+
+    def free_bytes(self):
+        return torch.cuda.mem_get_info(self.device)[0]
 
 
 def graphed(layer, buffers, capture):
@@ -91,18 +97,25 @@ def graphed(layer, buffers, capture):
 
 
 def use_graphs(model):
-    """Lets the model's sublayers run as graphs. Where that fails or gives other logits, it warns and leaves them as they were."""
+    """Lets the model's sublayers run as graphs -> how many there are and what they cost, in a line.
+
+    Where that fails or gives other logits, it warns, leaves the sublayers as they were and returns None.
+    """
     plain, cache = model.sublayers, KVCache(model.config, max(SIZES), device=model.device, dtype=model.dtype)
     tokens = torch.arange(max(SIZES), device=model.device) % model.config.vocab_size
 
     def logits():
-        return torch.cat([model(tokens[:N], cache).float() for N in range(1, len(tokens) + 1)])
+        return torch.cat([model(tokens[:N], cache).float() for N in sorted({max(size - less, 1) for size in SIZES for less in (0, 1)})])
 
     try:
-        expected, capture, buffers = logits(), Capture(model.device), [Buffers(model, size) for size in SIZES]
+        expected, capture, start_s = logits(), Capture(model.device), time.perf_counter()
+        free, buffers = capture.free_bytes(), [Buffers(model, size) for size in SIZES]
         model.sublayers = list(itertools.chain(*(graphed(layer, buffers, capture) for layer in model.model.layers)))
+        taken_s, taken_bytes = time.perf_counter() - start_s, free - capture.free_bytes()
         if not (logits() - expected).norm() < 0.1 * expected.norm():  # far more than rounding, far less than a wrong sublayer
             raise RuntimeError("the graphs give other logits")
+        count = 3 * len(SIZES) * model.config.n_layer
+        return f"{count} CUDA graphs captured in {taken_s:.1f} s, {taken_bytes / 1e6:,.0f} MB"
     except (RuntimeError, AttributeError, TypeError) as error:  # the two latter: a layer of another shape than model.Layer
         model.sublayers = plain
         warnings.warn(f"no CUDA graphs, so decoding is slower: {str(error).strip().partition(chr(10))[0]}")

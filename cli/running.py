@@ -50,7 +50,8 @@ def run(args):
     if BEYOND and not parallel and model.device.type == "cuda":
         from beyond.graphs import use_graphs
 
-        use_graphs(model)
+        if (told := use_graphs(model)) and not args.quiet:
+            say(told)
     clock.append(time.perf_counter())
     prompt_ids = encode_prompt(args, prompt, tokenizer, model.config)
     check_room(args, model, len(prompt_ids))

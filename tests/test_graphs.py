@@ -1,6 +1,7 @@
 """CUDA graphs: here with a stand-in for the capture that runs the captured function again; on a GPU with the real one."""
 
 import math
+import re
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ from beyond import graphs
 from beyond.graphs import SIZES, Buffers, use_graphs
 from beyond.ways import add_ways
 from decoding import FixedPlanner, Plan, generate
-from knapspec import KnapSpec
+from knapspec import Branches, KnapSpec
 from model import Context, KVCache
 from tests.testing_models import (
     Restless,
@@ -35,6 +36,9 @@ class Replay:
         function()
         return function
 
+    def free_bytes(self):
+        return 10**9 - 10**6 * self.captured
+
 
 @pytest.fixture
 def stand_in(monkeypatch):
@@ -50,7 +54,7 @@ def pair(config, **options):
     return plain, with_graphs
 
 
-@pytest.mark.parametrize("config, N", [*product(MODELS, (1, 3, 16, 17))])
+@pytest.mark.parametrize("config, N", [*product(MODELS, (1, 3, 8, 17, 32, 33))])
 def test_graphs_give_the_same_logits_and_states(stand_in, config, N):
     skip, tokens, results = frozenset({1, 2}), random_tokens(N, config, seed=1), []
     for model in pair(config):
@@ -102,11 +106,38 @@ def test_what_is_padded_does_not_matter(stand_in, monkeypatch):
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-4)
 
 
-def test_one_set_of_graphs_per_sublayer_and_size(stand_in, monkeypatch):
+def test_one_set_of_graphs_per_sublayer_and_size_and_its_price_is_told(monkeypatch):
     made = []
     monkeypatch.setattr(graphs, "Capture", lambda device: made.append(Replay(device)) or made[0])
-    pair(tiny_config(n_layer=3))
-    assert made[0].captured == 3 * 3 * len(SIZES)
+    told = use_graphs(random_model(tiny_config(n_layer=3)))
+    assert made[0].captured == 3 * 3 * len(SIZES) == 27
+    assert re.fullmatch(r"27 CUDA graphs captured in \d+\.\d s, 27 MB", told)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_the_knapsacks_rows_run_on_graphs(monkeypatch, rows):
+    """Four branches of eight tokens, as many as knapspec+ follows: no sublayer runs as it is."""
+    monkeypatch.setattr(graphs, "Capture", Counted)
+    model = random_model()
+    use_graphs(model)
+    assert model.sublayers[0].__qualname__ != random_model().sublayers[0].__qualname__  # so that the profile is another
+    Counted.replayed, cache = 0, KVCache(model.config, 20)
+    cache.keys.zero_(), cache.values.zero_()
+    cache.length = 20
+    for item in (0, 1):
+        model.sublayers[item](torch.randn(rows, 16), Branches(cache, -(-rows // 8), min(rows, 8)))
+    assert Counted.replayed == 2 + 1
+
+
+class Counted(Replay):
+    replayed = 0
+
+    def __call__(self, function):
+        def replay():
+            Counted.replayed += 1
+            function()
+
+        return replay
 
 
 class Failing(Replay):
