@@ -1,10 +1,10 @@
-"""`speed`: the numbers to reach: wanted, measured, met. A row is a function of a Bench, in races.py, predictions.py or steps.py."""
+"""`speed`: the numbers to reach: wanted, measured, met. A row is a function of a Bench, in steps.py, races.py, predictions.py or long.py."""
 
-from benchmark import commands, predictions, races, steps
+from benchmark import commands, long, predictions, races, steps
 from benchmark.bench import Bench
 from benchmark.results import heading, machine, table
 
-ROWS = steps.ROWS | races.ROWS | predictions.ROWS  # name -> (what, function of a Bench that returns a Row)
+ROWS = steps.ROWS | races.ROWS | predictions.ROWS | long.ROWS  # name -> (what, function of a Bench that returns a Row)
 
 
 def add_options(add):

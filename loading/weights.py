@@ -145,9 +145,9 @@ def read_tensors(tensors, device, dtype, progress=True, parts=None, rank=0):
             del tensor
             untrimmed += sizes[name]
             if untrimmed > 2**23:
-                _return_freed_memory()
+                return_freed_memory()
                 untrimmed = 0
-    _return_freed_memory()
+    return_freed_memory()
 
 
 def _pieces(tensor, shape, rank):
@@ -157,7 +157,7 @@ def _pieces(tensor, shape, rank):
     return [(row, i * shape[1] + rank * len(row)) for i, row in enumerate(tensor)]
 
 
-def _return_freed_memory():
+def return_freed_memory():
     """As the model packs weights into copies and drops them, glibc would hold on to a fifth of the model in holes."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

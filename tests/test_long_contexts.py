@@ -1,10 +1,15 @@
 """Planning at 32,768 tokens: what it takes besides the cache does not grow with the context, counted in bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmark import long
+from benchmark.bench import Bench
+from benchmark.results import Results
 from beyond.adaptive import KnapSpecPlus
 from decoding import PREFILL_CHUNK, Planner, Session, generate, sampling_probs
 from knapspec import Branches, KnapSpec, agreement
@@ -17,7 +22,7 @@ from tests.testing_models import (
 )
 
 N = 2**15
-CONFIG = tiny_config(n_layer=6, n_head=8, n_kv_head=2, head_dim=16, hidden_size=32, vocab_size=2000, max_position=N)
+CONFIG = tiny_config(n_layer=6, n_head=4, n_kv_head=2, head_dim=16, hidden_size=32, vocab_size=2000, max_position=N)
 
 
 class Bytes(TorchDispatchMode):
@@ -97,6 +102,25 @@ def test_the_kernel_of_a_gpu_is_called_as_torch_declares_it(monkeypatch, dtype):
     """On tensors without content: it says what shapes it takes and gives, and pads the rows of its sums."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     cache = KVCache(CONFIG, 40, device="meta", dtype=dtype)
-    cache.length, rows = 30, {heads: torch.empty(3 * 7, heads, 16, device="meta", dtype=dtype) for heads in (8, 2)}
-    mixed = Branches(cache, 3, 7).attend(0, rows[8], rows[2], rows[2])
-    assert (mixed.device.type, mixed.dtype, mixed.shape) == ("meta", dtype, (3 * 7, 8 * 16))
+    cache.length, rows = 30, {heads: torch.empty(3 * 7, heads, 16, device="meta", dtype=dtype) for heads in (4, 2)}
+    mixed = Branches(cache, 3, 7).attend(0, rows[4], rows[2], rows[2])
+    assert (mixed.device.type, mixed.dtype, mixed.shape) == ("meta", dtype, (3 * 7, 4 * 16))
+
+
+def test_the_row_of_speed_decodes_as_plain_decoding_does_and_weighs_each_planning(tmp_path, monkeypatch):
+    if not long.CLEAR.exists():
+        pytest.skip("Linux alone tells what a process has")
+    monkeypatch.setenv("KNAPSPEC_CACHE", str(tmp_path))
+    found = long.measure(replace(long.CONFIG, max_position=400, vocab_size=50), new_tokens=24)
+    assert found.pop("cache_bytes") == 2 * 400 * (8 * 2 + 1) * 32 * 4
+    assert {*found} == {"knapspec", "knapspec+"} and found["knapspec"]["drafted"] >= found["knapspec"]["accepted"] > 0
+    assert all(run["identical"] and 0 <= run["added_bytes"] < 2**26 for run in found.values())
+
+
+@pytest.mark.parametrize("change, met", [({}, True), ({"identical": False}, False), ({"drafted": 0}, False), ({"added_bytes": 11}, False)])
+def test_the_row_of_speed_is_met_where_something_is_drafted_and_all_is_as_it_should_be(monkeypatch, change, met):
+    idle = {"identical": True, "drafted": 0, "accepted": 0, "added_bytes": 10}
+    drafts = idle | {"drafted": 9, "accepted": 4} | change
+    monkeypatch.setattr(long, "measure", lambda: {"knapspec": drafts, "knapspec+": idle, "cache_bytes": 100})
+    bench = Bench(Results({}), limit=1, max_new_tokens=1, repeats=1)
+    assert long.row(bench).met == (met if long.CLEAR.exists() else None)
