@@ -14,7 +14,7 @@ def lines(trace, tokenizer, token_ids, latency, n_layer):
 
 
 def ms(seconds):
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def latency_table(latency, n, n_layer):

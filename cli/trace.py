@@ -1,4 +1,7 @@
-"""What a run did, round by round, and what its last plan was weighed against: written down, and nothing changed."""
+"""What a run did, round by round, and what its last plan was weighed against: written down, and nothing changed.
+
+Writing it down takes a run's total time a little longer, and the drafting, verifying and planning that are told not at all.
+"""
 
 import time
 from collections import deque
@@ -48,7 +51,7 @@ class Step:
         accepted, rejected = self.round.accepted, self.shown > self.round.accepted < len(self.drafts)
         kinds = ["looked-up" if self.round.plan.tokens else "accepted"] * accepted + ["rejected"] * rejected + ["unread"] * len(self.drafts)
         tokens = [Token(*each) for each in zip(kinds, self.drafts, self.target, self.draft)]
-        if last is not None and self.shown > accepted:
+        if last is not None:
             kind = "correction" if rejected else "bonus" if tokens else "plain"
             tokens.append(Token(kind, last, self.target[accepted], self.draft[accepted] if rejected else []))
         return tokens
@@ -110,8 +113,9 @@ def describe_plan(plan, bound=True):
 
 def likeliest(logits):
     """For each row of logits (N, V) the likeliest tokens [(id, probability)], before temperature and top-p."""
-    top, ids = logits.float().topk(min(LIKELIEST, logits.size(-1)))
-    probs = (top - logits.float().logsumexp(-1, keepdim=True)).exp()
+    logits = logits.float()
+    top, ids = logits.topk(min(LIKELIEST, logits.size(-1)))
+    probs = (top - logits.logsumexp(-1, keepdim=True)).exp()
     return [list(zip(*row)) for row in zip(ids.tolist(), probs.tolist())]
 
 

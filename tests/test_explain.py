@@ -13,6 +13,7 @@ from cli.terminal import label
 from cli.trace import KINDS, Trace, likeliest
 from decoding import FixedPlanner, Plan, Planner, generate
 from knapspec import KnapSpec, tokens_per_time
+from model import KVCache
 from tests.test_tokenizer import llama2_tokenizer, tokenizer_of
 from tests.testing_cli import (
     FIXED,
@@ -31,7 +32,7 @@ from tests.testing_models import (
 
 __all__ = ["cache", "folder", "knapspec", "own_cache"]  # fixtures
 
-PROMPT = [3, 1, 4, 1, 5]
+PROMPT = [8, 3, 1, 4, 1]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,14 @@ def test_recording_changes_nothing(model, monkeypatch, make, temperature):
     assert sum(token.kind in ("accepted", "looked-up") for token in told) == generation.accepted
     assert sum(token.kind not in ("first", "correction", "bonus", "plain") for token in told) == generation.drafted
     assert len(trace.steps) == generation.rounds
+    assert temperature or all(token.target[0][0] == token.id for token in told if token.kind not in ("rejected", "unread"))
+
+
+def test_of_a_prompt_in_many_chunks_only_the_last_logits_are_kept(model):
+    trace = Trace(Planner(), model)
+    for token in PROMPT:
+        trace.model(torch.tensor([token]), KVCache(model.config, 1))
+    assert [tokens.item() for tokens, _ in trace.model.calls] == PROMPT[-1:]
 
 
 class Script(Planner):
@@ -131,7 +140,8 @@ def test_the_decision_holds_what_the_knapsack_left_and_what_was_weighed(model):
     latency = latency_model(5)
     trace, _ = traced(model, planner := KnapSpec(latency, interval=4), max_new_tokens=40)
     decision, branches = trace.decision, {branch.skip_set: branch for branch in planner.branches if branch.skip_set}
-    assert trace.solved > 1 and {draft.skip_set for draft in decision.drafts} == {*branches} != set()
+    assert trace.solved > 1 and decision.position == trace.steps[4 * (trace.solved - 1)].round.position
+    assert {draft.skip_set for draft in decision.drafts} == {*branches} != set()
     for draft in decision.drafts:
         branch = branches[draft.skip_set]
         assert (draft.weight, draft.cosine) == (branch.weight, branch.cosine)
@@ -185,6 +195,32 @@ def test_plain_decoding_that_wins_is_told_with_the_draft_that_came_next(model):
     chosen, other = explain.verdict(trace.decision, dear)
     assert chosen == "chosen: plain decoding, 1.0 tokens/s expected"
     assert other.endswith("gamma 1, 1.0 tokens/s (+2.0%, less than the margin asked of a draft)")
+
+
+def test_where_one_draft_was_weighed_plain_decoding_is_the_next_best(model):
+    trace, _ = traced(model, KnapSpec(latency_model(5), budget=0.9), max_new_tokens=4)
+    trace.decision.drafts = [trace.decision.winner]
+    plain = trace.decision.plain
+    assert explain.verdict(trace.decision, None)[1].startswith(f"next best: plain decoding, {plain:.1f} tokens/s (-")
+
+
+def test_the_best_of_many_drafts_are_listed_by_what_they_save(model, monkeypatch):
+    latency = latency_model(5)
+    trace, _ = traced(model, KnapSpec(latency, budget=0.9), max_new_tokens=4)
+    monkeypatch.setattr(explain, "ROWS", 3)
+    rows = [line[2:].split() for line in explain.decision_lines(trace, latency)[2:5]]
+    rates = sorted((draft.best[0] for draft in trace.decision.drafts), reverse=True)
+    assert sorted((row[6] for row in rows), key=float, reverse=True) == [f"{rate:.1f}" for rate in rates[:3]]
+    assert [int(row[0]) for row in rows] == sorted(int(row[0]) for row in rows)
+    assert f"  and {len(rates) - 3} with fewer tokens/s" in explain.decision_lines(trace, latency)
+
+
+def test_plain_rounds_are_told_together_and_drafting_ones_apart(model, monkeypatch):
+    text = generate(model, PROMPT, max_new_tokens=12).token_ids
+    trace, generation = traced(model, Script((), (), text[3:5], text[6:8], (), ()), max_new_tokens=11)
+    monkeypatch.setattr(explain, "label", lambda tokenizer, token_id: "a")
+    heads = [line.partition(":")[0] for line in explain.round_lines(trace, None, generation.token_ids) if " at " in line]
+    assert heads == ["  1-2 at 5, plain decoding", "  3 at 7, looked up", "  4 at 10, looked up", "  5-6 at 13, plain decoding"]
 
 
 def test_plain_decoding_is_told_in_one_line_and_no_decision_as_such(knapspec):

@@ -6,14 +6,14 @@ import json
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
-from cli import running
+from cli import page, running
 from cli.methods import METHODS
-from cli.page import chart, drafts
 from cli.trace import Trace
-from decoding import generate
+from decoding import FixedPlanner, Plan, Planner, generate
 from knapspec import KnapSpec
 from tests.testing_checkpoints import LLAMA, write_folder
 from tests.testing_cli import (
@@ -138,17 +138,32 @@ def test_an_interrupted_run_has_a_page(knapspec, tmp_path, monkeypatch):
     assert (status, len(found.spans)) == (130, result["new_tokens"]) and "".join(text for *_, text in found.spans) == result["text"]
 
 
-def traced(**options):
+def traced(planner=None, **options):
     model = random_model(tiny_config(n_layer=5), faint=range(2, 8), epsilon=0.2)
-    trace = Trace(KnapSpec(latency_model(5), budget=0.9, **options), model)
-    generate(trace.model, [3, 1, 4], max_new_tokens=40, planner=trace)
+    trace = Trace(planner or KnapSpec(latency_model(5), budget=0.9, **options), model)
+    trace.token_ids = generate(trace.model, [3, 1, 4], max_new_tokens=40, planner=trace).token_ids
     return trace
 
 
+def test_of_an_interrupted_round_the_page_has_what_was_shown():
+    trace = traced(FixedPlanner(Plan(frozenset(), 4)))
+    stand_in = SimpleNamespace(stream=lambda: SimpleNamespace(push=str))
+    for count in (0, 1, 3, 6, 8):
+        shown = page.text(trace.told(trace.token_ids[:count]), stand_in, count)
+        assert [piece for *_, piece in shown] == [str(token_id) for token_id in trace.token_ids[:count]]
+
+
+class InTurn(Planner):
+    """Two drafts that skip as much as each other."""
+
+    def plan(self, session):
+        return Plan(frozenset({2, 4 + 2 * (session.generation.rounds % 2)}), 2)
+
+
 def test_what_was_drafted_with_adds_up_and_covers_the_context():
-    trace = traced(interval=3)
-    uses = drafts(trace.steps, 5)
-    assert len(uses) > 1 and sum(use["rounds"] for use in uses) == len(trace.steps) and sum(use["tokens"] for use in uses) == 39
+    trace = traced(InTurn())
+    uses = page.drafts(trace.steps, 5)
+    assert len(uses) == 2 and sum(use["rounds"] for use in uses) == len(trace.steps) and sum(use["tokens"] for use in uses) == 39
     places = sorted(place for use in uses for place in use["places"])
     assert places[0][0] == uses[0]["start"] == 3 and sum(places[-1]) == uses[0]["end"]
     assert all(start + count == after for (start, count), (after, _) in itertools.pairwise(places))
@@ -157,7 +172,7 @@ def test_what_was_drafted_with_adds_up_and_covers_the_context():
 
 def test_the_chart_s_lines_are_the_rates_of_the_drafts_and_its_point_the_chosen_one():
     decision = traced().decision
-    drawn = chart(decision)
+    drawn = page.chart(decision)
     assert len(drawn["lines"]) == len(decision.drafts) and [line["chosen"] for line in drawn["lines"]].count(True) == 1
     chosen, (rate, gamma) = drawn["lines"][-1], decision.winner.best
     points = [tuple(map(float, point.split(","))) for point in chosen["points"].split()]
@@ -166,7 +181,7 @@ def test_the_chart_s_lines_are_the_rates_of_the_drafts_and_its_point_the_chosen_
     ys = {name: y for y, name in drawn["rates"]}
     per_token = (ys["0"] - ys[max(ys, key=float)]) / float(max(ys, key=float))
     assert ys["0"] - chosen["y"] == pytest.approx(rate * per_token, abs=0.2)
-    assert chart(traced(gamma_max=0).decision) is None
+    assert page.chart(traced(gamma_max=0).decision) is None
 
 
 # --- The file --------------------------------------------------------------------------------------------------------
