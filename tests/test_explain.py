@@ -153,6 +153,16 @@ def test_the_decision_holds_what_the_knapsack_left_and_what_was_weighed(model):
     assert decision.drafts[0].rates[2] == tokens_per_time(alpha, 2, draft_s, planner.verify_s[2])
 
 
+def test_the_adaptive_planner_s_decision_holds_what_the_knapsack_left_too(model, monkeypatch):
+    latency = latency_model(5)
+    machine = SimulatedMachine(model, latency, monkeypatch)
+    trace, _ = traced(machine, planner := KnapSpecPlus(latency, budget=0.9, without=("thrift", "lookup")), max_new_tokens=8)
+    decision, branches = trace.decision, {branch.skip_set: branch for branch in planner.branches}
+    assert trace.solved == 1 and decision.position == len(PROMPT) and decision.weights == tuple(planner.weights[:2])
+    assert {draft.skip_set for draft in decision.drafts} == {skip_set for skip_set in branches if skip_set} != set()
+    assert all((draft.weight, draft.cosine) == (branches[draft.skip_set].weight, branches[draft.skip_set].cosine) for draft in decision.drafts)
+
+
 # --- The words -------------------------------------------------------------------------------------------------------
 
 
