@@ -191,7 +191,7 @@ class Way:
 WAYS = {  # in the order in which rows are made
     "half": Way("float16 weights", ("▒", "h"), 0.98, _no_half, lambda model, progress: copies(model, HalfLinear, progress)),
     "int8": Way("8-bit weights", ("▓", "8"), 0.9, _no_int8, lambda model, progress: copies(model, Int8Linear, progress)),
-    "window": Way(f"attention to the first {SINKS} and last {WIDTH} positions, on the weights with the fewest bits", ("◫", "w"), 0.9,
+    "window": Way(f"attention to the first {SINKS} and last {WIDTH} positions, on the weights with the fewest bits", ("◫", "w"), 0.8,
                   lambda model: None, _windowed, whole=False),
 }  # fmt: skip
 
