@@ -29,15 +29,21 @@ ROOT = Path(__file__).parent.parent
 
 
 def step_seconds(bench):
-    """{what: seconds of a forward at 256 tokens of context}: 1 and 5 tokens of the target, 1 of a draft in each way."""
+    """{what: seconds of a forward at 256 tokens of context}: 1 and 5 tokens of the target, 1 of a draft in each way and of other dtypes."""
+
+    def forward(model, count=1, **options):
+        cache = KVCache(model.config, 261, device=model.device, dtype=model.dtype)
+        cache.keys.zero_()
+        cache.values.zero_()
+        cache.length = 256
+        return functools.partial(model, torch.zeros(count, dtype=torch.int64, device=model.device), cache, **options)
+
     model, _ = bench.load("smollm2")
-    cache = KVCache(model.config, 261, device=model.device, dtype=model.dtype)
-    cache.keys.zero_()
-    cache.values.zero_()
-    cache.length, tokens = 256, torch.zeros(5, dtype=torch.int64, device=model.device)
-    forwards = {what: functools.partial(model, tokens[:k], cache) for what, k in (("1 token", 1), ("5 tokens", 5))}
+    forwards = {"1 token": forward(model), "5 tokens": forward(model, 5)}
     for way in add_ways(model, progress=True):
-        forwards[way] = functools.partial(model, tokens[:1], cache, choices=(way,) * (2 * model.config.n_layer + 1))
+        forwards[way] = forward(model, choices=(way,) * (2 * model.config.n_layer + 1))
+    for dtype in ("float16", "bfloat16"):
+        forwards[dtype] = forward(bench.load("smollm2", dtype)[0])
     found = {what: [] for what in forwards}
     for i in range(2 + 4 * bench.repeats):
         for what in list(forwards)[:: 1 if i % 2 else -1]:
@@ -48,12 +54,13 @@ def step_seconds(bench):
 
 
 def step_ratios(bench, wanted):
-    """Forwards over that of one token. wanted: {what: the most}; None is met where this machine has none of them."""
+    """Forwards over that of one token. wanted: {what: the most, or None}; None is met where nothing is asked, or this machine has none of them."""
     found = bench.results.once("steps", lambda: step_seconds(bench))
     ratios = {what: found[what] / found["1 token"] for what in wanted if what in found}
     text = ", ".join(f"{what}: {ratio:.2f}" for what, ratio in ratios.items()) or "none here"
-    met = all(ratio <= wanted[what] for what, ratio in ratios.items()) if ratios else None
-    return Row(", ".join(f"{what}: ≤ {most:.2f}" for what, most in wanted.items()), f"{text} of {found['1 token'] * 1000:.1f} ms", met, found)
+    bounds = {what: most for what, most in wanted.items() if most}
+    met = all(ratios[what] <= bounds[what] for what in ratios) if ratios and bounds else None
+    return Row(", ".join(f"{what}: ≤ {most:.2f}" for what, most in bounds.items()) or "–", f"{text} of {found['1 token'] * 1000:.1f} ms", met, found)
 
 
 def profile(bench):
@@ -97,7 +104,6 @@ def start(bench):
 # Linux alone has VmHWM, which begins at 0 in each program; getrusage() tells at least what the program's parent held.
 _LOAD = """
 import re, sys, torch
-from loading import load
 def peak_bytes():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 torch.ones(1, device=sys.argv[3]).item()  # a GPU's library takes memory of the host too
@@ -174,6 +180,7 @@ def shards(bench):
 ROWS = {
     "verify": ("time for verifying 5 tokens / for 1", functools.partial(step_ratios, wanted={"5 tokens": 1.4})),
     "draft_step": ("a draft's step / a plain step", functools.partial(step_ratios, wanted={"half": 0.42, "int8": 0.33})),
+    "dtypes": ("a plain step in half precision / a plain step", functools.partial(step_ratios, wanted={"float16": None, "bfloat16": None})),
     "profile": ("the first profile, in plain steps", profile),
     "start": ("start to first token, default model", start),
     "memory": ("peak memory while loading / weights", memory),

@@ -127,6 +127,7 @@ def test_steps_take_what_the_machine_says(monkeypatch, bench):
     ratio = latency.verify(256, 5) / latency.verify(256, 1)
     assert row.measured.startswith(f"5 tokens: {ratio:.2f} of") and row.met is False
     assert steps.ROWS["draft_step"][1](here).met is None  # no copies of the weights
+    assert steps.ROWS["dtypes"][1](here).measured.startswith("float16: 1.00, bfloat16: 1.00 of") and steps.ROWS["dtypes"][1](here).met is None
     assert 0 < steps.profile(here).details["seconds"]
 
 
