@@ -225,9 +225,9 @@ class KnapSpecPlus(KnapSpec):
                 best, plan = candidate, Plan(skip_set, gamma, alpha, rate, self.prices.choices(candidate))
         return best, plan
 
-    def _cheapest(self, n):
-        """What the knapsack counts in: the cheapest draft that skips nothing, the seconds of its attention and of its MLP."""
-        whole = min(self.unskipped.values(), key=lambda candidate: self.prices.draft_s(n, candidate))
+    def _whole(self, n):
+        """What the knapsack counts in: of the drafts that skip nothing the fastest, and the seconds of its attention and of its MLP."""
+        whole = max(self.unskipped.values(), key=lambda candidate: best_rate(candidate.alpha, self.prices.draft_s(n, candidate), self.verify_s))
         return whole, [self.latency.sublayer(item, n, whole.way) * self.prices.draft_factor for item in (0, 1)]
 
     def _worth_solving(self, session, plan):
@@ -239,7 +239,7 @@ class KnapSpecPlus(KnapSpec):
         if self.planned_s and self.planned_s + price_s > SHARE * len(session.generation.token_ids) / plan.tokens_per_second:
             return False
         self.next_look = session.generation.rounds + self.interval
-        (states, _), (whole, seconds) = session.window(self.window), self._cheapest(n)
+        (states, _), (whole, seconds) = session.window(self.window), self._whole(n)
         whole_s = self.prices.draft_s(n, whole)
         rate = max((best_rate(whole.alpha * alpha_at(far), whole_s - saved_s, self.verify_s)[0]
                     for far, saved_s in free_look(states, seconds, self.budget)), default=0.0)  # fmt: skip
@@ -251,7 +251,7 @@ class KnapSpecPlus(KnapSpec):
     def _solve(self, session):
         """The knapsack on the latest window: each survivor is a candidate in every way. What was seen of known ones stays."""
         n, (states, target_probs) = session.cache.length, session.window(self.window)
-        whole, seconds = self._cheapest(n)
+        whole, seconds = self._whole(n)
         weights = integer_weights(*seconds, self.prices.n_layer, self.max_ratio)
         budget, unit_s = int(self.budget * sum(weights)), sum(seconds) / (weights[0] + weights[1])
         whole_s = self.prices.draft_s(n, whole)
