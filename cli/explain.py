@@ -37,13 +37,15 @@ def latency_lines(decision, latency, n_layer):
 
 
 def verdict(decision, latency):
-    """What was chosen, by how much over plain decoding and over the next best, as one or two sentences."""
+    """What was chosen, by how much over plain decoding and, if it is known, over the next best, as one or two sentences."""
     plan, plain = decision.plan, decision.plain or 1 / latency.verify(decision.position, 1)
     rate, drafts = plan.tokens_per_second, [draft for draft in decision.drafts if draft is not decision.winner]
     gain = f": {rate / plain:.2f} times plain decoding's {plain:.1f}" if plan.gamma else ""
     told = [f"chosen: {describe_plan(plan)}, {rate:.1f} tokens/s expected{gain}"]
     others = [(*draft.best, f"{describe(draft.skip_set, draft.way)}, gamma {draft.best[1]}") for draft in drafts]
-    if others := [*others, *[(plain, 0, "plain decoding")] * (plan.gamma > 0)]:
+    if plan.gamma and decision.plain:  # a planner that does not say what else it weighed has no next best
+        others.append((plain, 0, "plain decoding"))
+    if others:
         other, _, words = max(others)
         margin = "" if other <= rate else ", less than the margin asked of a draft"
         told.append(f"next best: {words}, {other:.1f} tokens/s ({other / rate - 1:+.1%}{margin})")

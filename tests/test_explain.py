@@ -214,6 +214,14 @@ def test_where_one_draft_was_weighed_plain_decoding_is_the_next_best(model):
     assert explain.verdict(trace.decision, None)[1].startswith(f"next best: plain decoding, {plain:.1f} tokens/s (-")
 
 
+def test_a_planner_that_does_not_say_what_else_it_weighed_has_no_next_best(model):
+    latency = latency_model(5, attention_s=(1e-3, 0.0))
+    trace, _ = traced(model, FixedPlanner(Plan(frozenset({2}), 4, tokens_per_second=150.0)), max_new_tokens=4)
+    plain = 1 / latency.verify(len(PROMPT), 1)
+    assert explain.verdict(trace.decision, latency) == [
+        f"chosen: full, skipping 1 attention and 0 MLP, gamma 4, 150.0 tokens/s expected: {150 / plain:.2f} times plain decoding's {plain:.1f}"]
+
+
 def test_the_best_of_many_drafts_are_listed_by_what_they_save(model, monkeypatch):
     latency = latency_model(5)
     trace, _ = traced(model, KnapSpec(latency, budget=0.9), max_new_tokens=4)
