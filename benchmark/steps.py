@@ -104,6 +104,7 @@ def start(bench):
 # Linux alone has VmHWM, which begins at 0 in each program; getrusage() tells at least what the program's parent held.
 _LOAD = """
 import re, sys, torch
+from loading import load
 def peak_bytes():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 torch.ones(1, device=sys.argv[3]).item()  # a GPU's library takes memory of the host too
