@@ -1,8 +1,8 @@
-"""KnapSpec (arXiv 2602.20217): the paper's method, whole and alone.
+"""KnapSpec (arXiv 2602.20217): the paper's planner, with nothing else in it.
 
 A model of L layers has 2L sublayers: item 2i is the attention of layer i, item 2i + 1 its MLP. A draft skips some of
-them. Which ones is a 0/1 knapsack: an item weighs what skipping it saves, measured at the present context, and is worth
-what keeping it does for the similarity to the full model's hidden states.
+them. Which ones is a 0/1 knapsack: an item weighs what skipping it saves, measured at the present context; a skip set is
+worth the cosine similarity to the full model's hidden states that it leaves.
 
 Read it from top to bottom, by the numbers of the README's steps: 1 measures latencies (profile.py does), 2 turns them into
 weights, 3 finds skip sets worth pricing, 4 says how often their drafts are accepted, and 5 takes what promises the most
@@ -158,7 +158,7 @@ def tokens_per_time(alpha, gamma, draft_s, verify_s):
 
 
 class KnapSpec(Planner):
-    """The paper's planner: every `interval` rounds the knapsack on the last `window` tokens, and the grid over (S, γ).
+    """The paper's planner: every `interval` rounds the knapsack on the last `window` tokens, and the grid over its skip sets and γ.
 
     latency: a profile.LatencyModel, by default measured before the first plan. gamma_max: the longest draft. tau: the
     least cosine of a branch. budget: the largest share of all weight that a draft may save. threshold: a draft ends

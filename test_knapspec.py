@@ -1,4 +1,4 @@
-"""KnapSpec by hand: five worked examples, smallest first, whose numbers you can check on paper. The proofs are in tests/."""
+"""KnapSpec by hand: four worked examples, smallest first, whose numbers you can check on paper, and a model that drafts. The proofs are in tests/."""
 
 import math
 from types import SimpleNamespace
@@ -54,8 +54,8 @@ def test_the_table_of_the_knapsack():
       behind    saved 0   1           2             3            4
       item 2    {}  0°                {2}    40°
       item 3    {}  0°    {3}   10°   {2}    40°    {2,3} 50°
-      item 4    {}  0°    {3}   10°   {4}    30°    {3,4} 40°                    {4} beats {2}, {3,4} beats {2,3}; {2,4}: 70°
-      item 5    {}  0°    {3}   10°   {3,5} −10°    {4,5} 10°    {3,4,5} 20°     5 turns back: {3,5} beats {4}, {4,5} beats {3,4}
+      item 4    {}  0°    {3}   10°   {4}    30°    {3,4} 40°                    {4} beats {2}, {3,4} beats {2,3}; {2,4}: 70°, {2,3,4}: 80°
+      item 5    {}  0°    {3}   10°   {3,5} −10°    {4,5} 10°    {3,4,5} 20°     5 turns back: {3,5} beats {4}, {4,5} beats {3,4}; {5}: −20°
 
     A table is not a search of all subsets: {2,4,5} would be off by 50° and save 5, but {2,4} was dropped on the way.
     """
@@ -110,7 +110,7 @@ def test_one_round_with_a_rejection(monkeypatch):
 
 def test_one_whole_plan():
     """The model above, attention 20 ms and MLP 10 ms: a plain step takes 120 ms, 8.33 tokens/s. Four tokens, one in each quarter
-    of the plane: the nearest to the final state is said. At five positions the target ends at −40°, −30°, 0°, 10°, 20°,
+    of the plane: the nearest to the final state is said. At the window's five positions the target ends at −40°, −30°, 0°, 10°, 20°,
     all of them nearest to token 0, at 0°, whose quarter ends at ±45°. With γ up to 4:
 
       skipped    turned by   still token 0   α     draft     best γ and tokens per time
@@ -133,7 +133,7 @@ def test_one_whole_plan():
     assert planner.plan(session) is plan  # it stands for 64 rounds
     assert planner.keep_drafting(session, plan, [0.9, 0.7]) and not planner.keep_drafting(session, plan, [0.9, 0.69])
 
-    # Where the target's states end nearer to the border, 10 degrees are too many: α = 3/5 pays for nothing but plain decoding.
+    # Where the target's states end nearer to the border, 10 degrees are too many: α = 3/5 pays for nothing but plain decoding ({3,4,5}, 20 degrees off, has no more).
     session.generation.rounds = 64
     states[:] = toy([-40, -41, 0, 40, 41])[1]
     assert planner.plan(session) == Plan(tokens_per_second=pytest.approx(1 / 0.120))

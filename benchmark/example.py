@@ -89,10 +89,11 @@ def tokens_per_time_told():
     alpha, gamma, draft_s, plain_s, verify_s = 0.8, 4, 0.040, 0.100, 0.120
     chances, tokens = " + ".join(f"{alpha**i:.4g}" for i in range(gamma + 1)), expected_tokens(alpha, gamma)
     drafting, plainly = tokens_per_time(alpha, gamma, draft_s, verify_s), tokens_per_time(alpha, 0, draft_s, plain_s)
+    paper = tokens_per_time(alpha, gamma, draft_s, plain_s)
     return f"""\
 1. Tokens per time. α = {alpha}, γ = {gamma}; a draft step takes {ms(draft_s)} ms, a plain step {ms(plain_s)}, a verification {ms(verify_s)}.
    A round gives {chances} = {tokens:.2f} tokens in {gamma} · {ms(draft_s)} + {ms(verify_s)} = {ms(gamma * draft_s + verify_s)} ms:
-   {drafting:.1f} tokens/s, plainly {plainly:.1f}."""
+   {drafting:.1f} tokens/s, plainly {plainly:.1f}. (The paper prices the verification as a plain step: {paper:.1f}.)"""
 
 
 def table_told(weights, rows):

@@ -2,7 +2,7 @@
 
 The paper's planner trusts eight tokens and a price list for 64 rounds. Here
 - `prices`: the head and the verification of γ + 1 tokens are paid for too, and a run corrects the profile,
-- `posterior`: what is really accepted counts, and each round chooses anew,
+- `posterior`: what is really accepted counts,
 - `renewal`: a draft ends where no number of further tokens pays,
 - `thrift`: the knapsack is solved where the target's own states promise a gain, and only within a share of the time,
 - `pruning`: a few of the knapsack's branches are followed in place of all,
@@ -182,9 +182,9 @@ MARGIN = 1.03  # a draft must promise so much over plain decoding: predictions a
 class KnapSpecPlus(KnapSpec):
     """Chooses each round among the knapsack's drafts, the cheaper ways, the text itself and plain decoding.
 
-    latency: a profile.LatencyModel, by default measured before the first plan. ways: names of rows in the model's table in which drafts may be kept. without: names
-    of PARTS to leave out. window, tau and budget are KnapSpec's; every `interval` rounds it looks whether to solve the
-    knapsack again. No plan depends on the clock when sampling: the same seed and profile give the same text.
+    latency: a profile.LatencyModel, by default measured before the first plan. ways: names of rows in the model's table, in
+    which drafts may be kept. without: names of PARTS to leave out. window, tau and budget are KnapSpec's; every `interval`
+    rounds it looks whether to solve the knapsack again. No plan depends on the clock when sampling: the same seed and profile give the same text.
     """
 
     def __init__(self, latency=None, *, ways=(), gamma_max=16, interval=32, without=(), **options):
